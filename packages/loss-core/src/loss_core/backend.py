@@ -1,0 +1,149 @@
+"""The contract between loss-core and a backend, version ``API_VERSION``.
+
+A backend is an importable module named by one entry point of the group ``loss_core.backends``::
+
+    [project.entry-points."loss_core.backends"]
+    mine = "my_package"
+
+loss-core imports the module only when the backend is asked for. The module defines
+
+``API_VERSION: int``
+    The version of this contract that it was written for. Another number than
+    ``loss_core.backend.API_VERSION`` makes the backend unavailable, with that as the reason.
+``unavailable_reason(device: torch.device) -> str | None``
+    Why the backend cannot run on ``device`` here and now, or ``None`` if it can. It is asked once per
+    device until ``loss_core.registry.refresh()``, so it may look at drivers and versions.
+``OPS: tuple[str, ...]``
+    The ops it provides, a subset of ``loss_core.backend.OPS``. Importing the module may be cheap and
+    the kernels' own dependencies imported later: ``OPS`` is what the table of backends shows.
+
+and each op in one of two forms.
+
+**Kernels.** A forward and a backward over the canonical form. loss-core does validation, canonical
+form, autograd, ``torch.compile``, device guard; the backend allocates its small results and launches.
+
+::
+
+    cross_entropy_forward(logits, target, weight, byte_lengths, num_items, options, *,
+                          grad, stats) -> CrossEntropyForward
+    cross_entropy_backward(grad_loss, logits, target, weight, lse, denominator, options, *,
+                           grad, skip_if_one) -> None
+    cross_entropy_rescale(grad_loss, grad) -> None                  (optional)
+
+    softmax_forward(input, output) -> None          log_softmax_forward(input, output) -> None
+    softmax_backward(grad_output, output, grad_input) -> None       (and log_softmax_backward)
+
+**Ready-made.** One differentiable function, for a library that brings its own autograd::
+
+    cross_entropy(logits, target, weight, byte_lengths, num_items, options) -> Tensor
+    softmax(input) -> Tensor                        log_softmax(input) -> Tensor
+
+The canonical form, which the backend need not check:
+
+- ``logits``, ``input``, ``output``, ``grad``, ...: (rows, classes), stride 1 along classes, any row stride (0 for
+  an expanded view; smaller than the width never for a tensor that is written), any alignment of the
+  first element, rows and classes possibly 0 and 1, more than 2**31 elements possible. float16, bfloat16,
+  float32 or float64. ``grad`` has the dtype of ``logits``.
+- ``target``: (rows,), stride 1, int32, int64 or uint8, on the logits' device, *unchecked* on a GPU: a
+  target outside [0, classes) that is not ``ignore_index`` must not touch memory outside the tensors, and
+  gives NaN for the row's loss and gradient.
+- ``weight``: None or (classes,), stride 1, float32 (float64 for float64 logits).
+- ``byte_lengths``: None or (rows,), stride 1, int32 or int64. Given exactly for reduction ``"byte_mean"``.
+- ``num_items``: None, a Python float, or a one-element float32 tensor on the logits' device (float64 for
+  float64 logits). Only for reduction ``"mean"``, whose denominator it replaces.
+- "accumulation dtype" below is float32, and float64 for float64 logits.
+
+``cross_entropy_forward`` computes the loss of `options` and, when ``grad`` is a tensor (scalar reductions
+only), also writes ``d loss / d logits`` into it, for an upstream gradient of 1, each element rounded once.
+``grad`` may be ``logits`` itself: its memory is then given to the gradient. With ``grad=None`` nothing of the
+logits' size is written. With ``stats=True`` the per-row results are returned too.
+
+``cross_entropy_backward`` writes ``grad_loss * d loss / d logits`` into ``grad``, recomputed from the logits
+and the saved ``lse``, rounded once. ``grad_loss`` is a one-element tensor for the scalar reductions; for
+``"none"`` it is (rows,) with any stride, 0 included. ``skip_if_one=True`` says that ``grad`` already holds the
+gradient for an upstream of 1, so the kernel looks at ``grad_loss`` *on the device* and leaves at once if
+it is 1. ``grad`` may be ``logits``.
+
+``cross_entropy_rescale`` multiplies ``grad`` (rows, classes) in place by the one-element ``grad_loss``, leaving
+at once, on the device, if it is 1. It serves ``inplace=True``, where the logits are gone; without it loss-core uses torch.
+
+Rules for all of them:
+
+- An unsupported case raises ``UnsupportedInput`` with the reason *before anything is written*. loss-core then
+  tries the next backend if the caller named none, and lets the exception through otherwise.
+- No host synchronisation, no state kept per shape beyond compiled kernels, the current stream of the
+  current device (loss-core makes the logits' device current), any thread, CUDA-graph capture.
+- The same inputs give the same bits.
+
+A backend whose kernels know only some reductions states ``REDUCTIONS: tuple[str, ...]`` (default: all four);
+if it has ``"none"``, loss-core builds the others from it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+API_VERSION = 1
+"""Version of the contract in this module's docstring; raised whenever a backend has to change."""
+
+ENTRY_POINT_GROUP = "loss_core.backends"
+
+OPS = ("cross_entropy", "softmax", "log_softmax")
+"""The ops a backend may provide."""
+
+REDUCTIONS = ("none", "mean", "sum", "byte_mean")
+
+
+class BackendError(RuntimeError):
+    """Base of the errors that concern backends."""
+
+
+class BackendUnavailable(BackendError):
+    """The named backend is not installed, cannot be imported, or cannot run on this device."""
+
+
+class UnsupportedInput(BackendError, ValueError):
+    """The named backend runs here but does not do this case; the message says which."""
+
+
+class CrossEntropyOptions(NamedTuple):
+    """The options of cross-entropy that are fixed before any tensor is looked at.
+
+    Attributes:
+        ignore_index: rows with this target have loss 0 and a zero gradient.
+        reduction: ``"none"``, ``"mean"``, ``"sum"`` or ``"byte_mean"``.
+        label_smoothing: e in [0, 1]; the target's probability is ``1 - e + e / V``.
+        z_loss: factor of ``lse ** 2`` added to each row's loss.
+        softcap: c, for ``x <- c * tanh(x / c)`` after scaling; None for none.
+        logit_scale: factor of the logits, applied first.
+    """
+
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+
+
+class CrossEntropyForward(NamedTuple):
+    """What ``cross_entropy_forward`` returns. Sizes: R rows; dtype: the accumulation dtype where not said.
+
+    Attributes:
+        loss: () for the scalar reductions, (R,) for ``"none"``.
+        lse: (R,), log-sum-exp of each row after scale and softcap. An ignored row may hold anything unless ``stats``.
+        denominator: (1,), what the sum was divided by, for ``"mean"`` and ``"byte_mean"``, else None.
+        z_loss: with ``stats``, the z-loss part of ``loss``, in its shape, else None.
+        prediction: with ``stats``, (R,) int64, the first class of the largest scaled logit (a softcap is monotonic,
+            so it is taken before it, where rounding makes no ties), else None.
+        correct: with ``stats``, (R,) bool, prediction == target, False where ignored, else None.
+    """
+
+    loss: Tensor
+    lse: Tensor
+    denominator: Tensor | None = None
+    z_loss: Tensor | None = None
+    prediction: Tensor | None = None
+    correct: Tensor | None = None
