@@ -1,0 +1,61 @@
+"""The canonical form, rows x classes, and the way back; and the device guard around a backend's kernels."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+
+def class_dim(input: Tensor, dim: int, name: str = "input") -> int:
+    """`dim` counted from 0; an IndexError in torch's words if `input` has no such dimension."""
+    dims = max(input.dim(), 1)
+    if not -dims <= dim < dims:
+        raise IndexError(
+            f"dim out of range: expected to be in [{-dims}, {dims - 1}] for {name} of shape {tuple(input.shape)}, "
+            f"got {dim}"
+        )
+    return dim % dims
+
+
+def to_rows(input: Tensor, dim: int) -> Tensor:
+    """`input` as (rows, classes) with stride 1 along classes: a view where its strides permit, else a copy."""
+    if input.dim() != 2 or dim != 1:
+        moved = input if dim == input.dim() - 1 or input.dim() == 0 else input.movedim(dim, -1)
+        classes = moved.shape[-1] if moved.dim() else 1
+        # No -1 here: it has no answer where the tensor is empty.
+        input = moved.reshape(moved.numel() // classes if classes else 0, classes)
+    if input.stride(1) == 1:
+        return input
+    if input.shape[1] == 1:
+        # One class has no neighbour, so any stride may be called 1.
+        return input.as_strided(input.shape, (input.stride(0), 1))
+    return input.contiguous()
+
+
+def from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
+    """A view of (rows, classes) in `shape`, whose dimension `dim` holds the classes."""
+    if len(shape) == 2 and dim == 1:
+        return rows
+    if dim == len(shape) - 1 or not shape:
+        return rows.view(shape)
+    return rows.view(*shape[:dim], *shape[dim + 1 :], shape[dim]).movedim(-1, dim)
+
+
+def may_be_overwritten(rows: Tensor, input: Tensor) -> bool:
+    """Whether `rows` is `input`'s own memory and no two of its elements share an address."""
+    shares = rows.untyped_storage().data_ptr() == input.untyped_storage().data_ptr()
+    return shares and (rows.shape[0] <= 1 or abs(rows.stride(0)) >= rows.shape[1])
+
+
+_no_guard = contextlib.nullcontext()
+
+
+def device_of(input: Tensor) -> AbstractContextManager[object]:
+    """A context in which `input`'s device is current, and the former one again afterwards."""
+    index = input.device.index
+    if index is None or input.device.type == "cpu" or index == torch.accelerator.current_device_index():
+        return _no_guard
+    return torch.accelerator.device_index(index)

@@ -1,0 +1,670 @@
+"""Cross-entropy of logits with class indices or class probabilities.
+
+The way of a call: ``cross_entropy`` (validation, canonical operands) -> ``_run`` (choice of the backend) ->
+``_CrossEntropy`` (autograd; skipped where no gradient is wanted) -> the backend's ``cross_entropy_forward``.
+Under ``torch.compile`` the middle is one opaque op, which makes the same choice when the graph runs.
+"""
+
+from __future__ import annotations
+
+import os
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from loss_core import registry
+from loss_core.backend import REDUCTIONS, CrossEntropyForward, CrossEntropyOptions, UnsupportedInput
+from loss_core.canonical import class_dim, device_of, from_rows, may_be_overwritten, to_rows
+from loss_core.derivative import first_derivative_only
+from loss_core.dtypes import FLOATING, INTEGRAL, accumulation_dtype, kind, names
+from loss_core.registry import Backend
+
+
+class CrossEntropyStats(NamedTuple):
+    """Result of ``cross_entropy_with_stats``; only ``loss`` is differentiable.
+
+    Attributes:
+        loss: what ``cross_entropy`` returns.
+        z_loss: the part of ``loss`` that z_loss contributes, with the same reduction and dtype.
+        lse: log-sum-exp of each row after scale and softcap, in the target's shape; float32, float64 for
+            float64 logits. NaN for a row that holds +inf or NaN.
+        prediction: argmax over the classes, the first on ties, in the target's shape; int64.
+        correct: prediction == target, False where ignored, in the target's shape; bool.
+    """
+
+    loss: Tensor
+    z_loss: Tensor
+    lse: Tensor
+    prediction: Tensor
+    correct: Tensor
+
+
+class _Operands(NamedTuple):
+    """The tensors of a call, all but the logits in canonical form."""
+
+    input: Tensor
+    target: Tensor
+    weight: Tensor | None
+    byte_lengths: Tensor | None
+    num_items: Tensor | float | None
+    dim: int
+    shape: torch.Size  # of the target as it was given
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    byte_lengths: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    dim: int = -1,
+    inplace: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    r"""Cross-entropy between logits and targets, as ``torch.nn.functional.cross_entropy``, with options of LLM training.
+
+    With :math:`x` a row of logits after ``x = logit_scale * x`` and, if `softcap` is given, ``x = softcap * tanh(x /
+    softcap)``; :math:`V` classes, target :math:`y`, class weights :math:`w`, smoothing :math:`e`, and
+    :math:`\mathrm{lse} = \log \sum_c \exp x_c`, a row that is not ignored has the loss
+
+    .. math::
+        (1 - e)\, w_y (\mathrm{lse} - x_y) + \frac{e}{V} \sum_c w_c (\mathrm{lse} - x_c)
+        + \mathtt{z\_loss} \cdot \mathrm{lse}^2
+
+    All arithmetic is in float32 (float64 for float64 logits); each element of the gradient is rounded once.
+    A half-precision input gives a float32 loss. The math is torch's; z-loss is that of PaLM (Chowdhery et al.,
+    2022), the softcap that of Gemma 2 (2024).
+
+    Differs from torch: classes are the *last* dimension (``dim=1`` gives torch's layout); the loss of half-precision
+    logits is float32; on a GPU a target out of range gives NaN for its row instead of a device assert.
+
+    Args:
+        input: logits, floating point, with the classes in dimension `dim`. Any strides.
+        target: class indices (int32, int64, uint8) in input's shape without `dim`; or, floating point and in input's
+            shape, class probabilities, whose rows need not sum to one.
+        weight: (V,) weight of each class, or None for 1.
+        ignore_index: rows with this target have loss 0 and a gradient of zeros, whatever their logits.
+        reduction: ``"mean"`` divides the sum by the number of rows not ignored (by the sum of their ``weight[y]``
+            with class weights; by `num_items` if given); ``"sum"``; ``"none"`` gives the target's shape;
+            ``"byte_mean"`` divides by the sum of `byte_lengths` over rows not ignored (nats per byte).
+            A mean over no rows is NaN, with zero gradients, as in torch.
+        label_smoothing: e in [0, 1].
+        z_loss: factor of ``lse ** 2``, not negative.
+        softcap: bound of the logits' magnitude, positive; None for none.
+        logit_scale: factor of the logits.
+        byte_lengths: integers in the target's shape, the bytes each target stands for. Only for ``"byte_mean"``.
+        num_items: denominator of ``"mean"``, for batches of which this is one part: a number, or a tensor of one
+            element on any device, which is not waited for. Only for ``"mean"``.
+        dim: the class dimension.
+        inplace: allow the gradient to take the logits' memory. Their version counter moves, so autograd reports a
+            later use by something else. Taken where the layout permits and a gradient is wanted, otherwise ignored;
+            also inside torch.compile, where the compiler plans memory.
+        backend: name of the backend, which then runs or raises; None chooses one that can.
+
+    Returns:
+        The loss: a scalar, or the target's shape for ``"none"``. float32, or float64 for float64 logits.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes that do not fit, or an option out of range.
+        IndexError: on a CPU, a target outside [0, V) that is not `ignore_index`. On a GPU its row's loss and gradient
+            are NaN, and with ``LOSS_VALIDATE=1`` in the environment this error is raised there too.
+        BackendUnavailable: the backend named is not installed or cannot run on this device.
+        UnsupportedInput: the backend named does not do this case.
+
+    Second derivatives raise a RuntimeError when they are computed.
+
+    Example:
+        >>> import torch, loss_core
+        >>> logits = torch.tensor([[0.0, 0.0], [0.0, 3.0]], requires_grad=True)
+        >>> loss = loss_core.cross_entropy(logits, torch.tensor([0, 1]))
+        >>> loss.backward()
+        >>> round(loss.item(), 4), logits.grad[0].tolist()
+        (0.3709, [-0.25, 0.25])
+    """
+    options = _options(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
+    operands = _operands(input, target, weight, byte_lengths, num_items, dim, options)
+    return _run(operands, options, inplace, backend, False).loss
+
+
+def cross_entropy_with_stats(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    byte_lengths: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    dim: int = -1,
+    inplace: bool = False,
+    backend: str | None = None,
+) -> CrossEntropyStats:
+    """``cross_entropy`` with what a training loop logs, from the same pass over the logits.
+
+    Takes the arguments of ``cross_entropy`` and raises what it raises; targets that hold probabilities are not
+    supported. Rows that are ignored have their lse and prediction too.
+
+    Returns:
+        ``CrossEntropyStats(loss, z_loss, lse, prediction, correct)``; see there for shapes and dtypes.
+
+    Example:
+        >>> import torch, loss_core
+        >>> stats = loss_core.cross_entropy_with_stats(torch.tensor([[0.0, 9.0, 9.0]]), torch.tensor([1]))
+        >>> stats.prediction.tolist(), stats.correct.tolist()
+        ([1], [True])
+    """
+    options = _options(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
+    operands = _operands(input, target, weight, byte_lengths, num_items, dim, options)
+    if operands.target.is_floating_point():
+        raise UnsupportedInput("cross_entropy_with_stats takes class indices, got a floating-point target")
+    result = _run(operands, options, inplace, backend, True)
+    shape = operands.shape
+    return CrossEntropyStats(
+        result.loss,
+        result.z_loss,  # type: ignore[arg-type]
+        result.lse.view(shape),
+        result.prediction.view(shape),  # type: ignore[union-attr]
+        result.correct.view(shape),  # type: ignore[union-attr]
+    )
+
+
+# Validation
+
+
+def _options(
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+) -> CrossEntropyOptions:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    if not z_loss >= 0.0:
+        raise ValueError(f"z_loss must not be negative, got {z_loss}")
+    if softcap is not None and not softcap > 0.0:
+        raise ValueError(f"softcap must be positive or None, got {softcap}")
+    if not isinstance(logit_scale, Real):
+        raise TypeError(f"logit_scale must be a number, got {type(logit_scale).__name__}")
+    return CrossEntropyOptions(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
+
+
+def _operands(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    byte_lengths: Tensor | None,
+    num_items: float | Tensor | None,
+    dim: int,
+    options: CrossEntropyOptions,
+) -> _Operands:
+    """Check the tensors against one another and bring the small ones into canonical form."""
+    if not isinstance(input, Tensor) or input.dtype not in FLOATING:
+        raise TypeError(f"input must be a tensor of {names(FLOATING)}, got {kind(input)}")
+    if not isinstance(target, Tensor):
+        raise TypeError(f"target must be a tensor, got {kind(target)}")
+    if input.dim() == 0:
+        raise ValueError("input must have a class dimension, got a scalar")
+    dim = class_dim(input, dim)
+    shape, classes = input.shape, input.shape[dim]
+    if classes == 0:
+        raise ValueError(f"input must have at least one class, got shape {tuple(shape)} with classes in dim {dim}")
+    probabilities = target.is_floating_point()
+    expected = shape if probabilities else shape[:dim] + shape[dim + 1 :]
+    if not probabilities and target.dtype not in INTEGRAL:
+        raise TypeError(
+            f"target must hold class indices ({names(INTEGRAL)}) or floating-point probabilities, got {target.dtype}"
+        )
+    if target.shape != expected:
+        raise ValueError(
+            f"target must have shape {tuple(expected)} for input of shape {tuple(shape)} with classes in dim {dim}, "
+            f"got {tuple(target.shape)}"
+        )
+    if target.device != input.device:
+        raise ValueError(f"target must be on input's device {input.device}, got {target.device}")
+    if not probabilities:
+        if target.dim() != 1 or target.stride(0) != 1:
+            target = target.reshape(-1).contiguous()
+        _check_range(target, classes, options.ignore_index, expected)
+    elif options.ignore_index >= 0:
+        raise ValueError(f"ignore_index is for class indices; with probabilities leave it, got {options.ignore_index}")
+    return _Operands(
+        input,
+        target,
+        None if weight is None else _weight(weight, input, classes),
+        _byte_lengths(byte_lengths, expected, input, options.reduction, probabilities),
+        None if num_items is None else _num_items(num_items, input, options.reduction),
+        dim,
+        expected,
+    )
+
+
+def _weight(weight: Tensor, input: Tensor, classes: int) -> Tensor:
+    if not isinstance(weight, Tensor) or weight.dtype not in FLOATING:
+        raise TypeError(f"weight must be a floating-point tensor, got {kind(weight)}")
+    if weight.shape != (classes,):
+        raise ValueError(f"weight must have shape ({classes},), one per class, got {tuple(weight.shape)}")
+    if weight.device != input.device:
+        raise ValueError(f"weight must be on input's device {input.device}, got {weight.device}")
+    return weight.detach().to(accumulation_dtype(input.dtype)).contiguous()
+
+
+def _byte_lengths(
+    byte_lengths: Tensor | None, shape: torch.Size, input: Tensor, reduction: str, probabilities: bool
+) -> Tensor | None:
+    if (byte_lengths is not None) != (reduction == "byte_mean"):
+        raise ValueError(
+            f"byte_lengths go with reduction='byte_mean' and only with it, got reduction={reduction!r} "
+            f"{'without' if byte_lengths is None else 'with'} byte_lengths"
+        )
+    if byte_lengths is None:
+        return None
+    if probabilities:
+        raise ValueError("reduction='byte_mean' needs class indices, got a floating-point target")
+    if not isinstance(byte_lengths, Tensor) or byte_lengths.is_floating_point() or byte_lengths.dtype == torch.bool:
+        raise TypeError(f"byte_lengths must be a tensor of integers, got {kind(byte_lengths)}")
+    if byte_lengths.shape != shape:
+        raise ValueError(f"byte_lengths must have target's shape {tuple(shape)}, got {tuple(byte_lengths.shape)}")
+    if byte_lengths.device != input.device:
+        raise ValueError(f"byte_lengths must be on input's device {input.device}, got {byte_lengths.device}")
+    if byte_lengths.dtype not in (torch.int32, torch.int64):
+        byte_lengths = byte_lengths.to(torch.int64)
+    return byte_lengths.reshape(-1).contiguous()
+
+
+def _num_items(num_items: float | Tensor, input: Tensor, reduction: str) -> float | Tensor:
+    if reduction != "mean":
+        raise ValueError(f"num_items is the denominator of reduction='mean', got reduction={reduction!r}")
+    if not isinstance(num_items, Tensor):
+        if not isinstance(num_items, Real):
+            raise TypeError(f"num_items must be a number or a tensor of one element, got {kind(num_items)}")
+        return float(num_items)
+    if num_items.numel() != 1:
+        raise ValueError(f"num_items must have one element, got shape {tuple(num_items.shape)}")
+    num_items = num_items.detach().reshape(1)
+    if num_items.device.type == "cpu" and not torch.compiler.is_compiling():
+        return float(num_items.item())
+    return num_items.to(input.device, accumulation_dtype(input.dtype), non_blocking=True)
+
+
+def _check_range(target: Tensor, classes: int, ignore_index: int, shape: torch.Size) -> None:
+    """Raise the IndexError for a target out of range: on a CPU always, elsewhere when LOSS_VALIDATE asks to wait."""
+    # Inside torch.compile the values are not there yet; the op looks when it runs.
+    if torch.compiler.is_compiling() or target.device.type == "meta":
+        return
+    if target.device.type != "cpu" and os.environ.get("LOSS_VALIDATE", "0") in ("", "0"):
+        return
+    bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        place = tuple(int(i) for i in torch.unravel_index(torch.tensor(row), shape)) if len(shape) > 1 else row
+        raise IndexError(
+            f"target {int(target[row])} in row {place} is outside [0, {classes}) and is not ignore_index "
+            f"({ignore_index})"
+        )
+
+
+# Choice of the backend
+
+
+def _run(
+    operands: _Operands, options: CrossEntropyOptions, inplace: bool, backend: str | None, stats: bool
+) -> CrossEntropyForward:
+    if operands.target.is_floating_point():
+        return CrossEntropyForward(_probabilities(operands, options, backend), operands.input)
+    if torch.compiler.is_compiling():
+        return _compiled(operands, options, backend, stats)
+    refused = ""
+    for choice in registry.candidates("cross_entropy", operands.input.device, backend):
+        try:
+            return _run_on(choice, operands, options, inplace, stats)
+        except UnsupportedInput as error:
+            if backend is not None:
+                raise
+            refused += f"\n  {choice.name}: {error}"
+    raise UnsupportedInput(f"no backend does this cross_entropy:{refused}")
+
+
+def _run_on(
+    backend: Backend, operands: _Operands, options: CrossEntropyOptions, inplace: bool, stats: bool
+) -> CrossEntropyForward:
+    if options.reduction not in backend.reductions:
+        return _reduced(backend, operands, options, inplace, stats)
+    if not hasattr(backend.module, "cross_entropy_forward"):
+        return _ready_made(backend, operands, options, stats)
+    input, target, weight, byte_lengths, num_items, dim, shape = operands
+    if torch.is_grad_enabled() and input.requires_grad:
+        out = _CrossEntropy.apply(
+            input, target, weight, byte_lengths, num_items, options, dim, inplace, backend.module, stats
+        )
+        if not stats:
+            return _shaped(CrossEntropyForward(out, out), options, shape)
+        loss, lse, *rest = out
+        result = CrossEntropyForward(loss, lse, None, *rest)
+    else:
+        with device_of(input):
+            result = backend.module.cross_entropy_forward(  # type: ignore[union-attr]
+                to_rows(input, dim), target, weight, byte_lengths, num_items, options, grad=None, stats=stats
+            )
+    return _shaped(result, options, shape)
+
+
+def _shaped(result: CrossEntropyForward, options: CrossEntropyOptions, shape: torch.Size) -> CrossEntropyForward:
+    if options.reduction != "none" or len(shape) == 1:
+        return result
+    z_loss = None if result.z_loss is None else result.z_loss.view(shape)
+    return result._replace(loss=result.loss.view(shape), z_loss=z_loss)
+
+
+def _ready_made(
+    backend: Backend, operands: _Operands, options: CrossEntropyOptions, stats: bool
+) -> CrossEntropyForward:
+    if stats:
+        raise UnsupportedInput(f"backend {backend.name!r} gives no statistics")
+    logits = to_rows(operands.input, operands.dim)
+    with device_of(logits):
+        loss = backend.module.cross_entropy(  # type: ignore[union-attr]
+            logits, operands.target, operands.weight, operands.byte_lengths, operands.num_items, options
+        )
+    return _shaped(CrossEntropyForward(loss, loss), options, operands.shape)
+
+
+def _reduced(
+    backend: Backend, operands: _Operands, options: CrossEntropyOptions, inplace: bool, stats: bool
+) -> CrossEntropyForward:
+    """A reduction that the backend lacks, built from its ``"none"``."""
+    if "none" not in backend.reductions:
+        raise UnsupportedInput(
+            f"backend {backend.name!r} knows the reductions {', '.join(backend.reductions)}, got {options.reduction!r}"
+        )
+    rows = _run_on(backend, operands, options._replace(reduction="none"), inplace, stats)
+    denominator = _denominator(operands, options)
+    loss, z_loss = (
+        part if part is None else (part.sum() if denominator is None else part.sum() / denominator)
+        for part in (rows.loss, rows.z_loss)
+    )
+    return rows._replace(loss=loss, z_loss=z_loss)
+
+
+def _denominator(operands: _Operands, options: CrossEntropyOptions) -> Tensor | float | None:
+    if options.reduction == "sum":
+        return None
+    if operands.num_items is not None:
+        num_items = operands.num_items
+        return num_items.squeeze() if isinstance(num_items, Tensor) else num_items
+    live = operands.target != options.ignore_index
+    if operands.byte_lengths is not None:
+        return torch.where(live, operands.byte_lengths, 0).sum()
+    if operands.weight is None:
+        return live.sum()
+    inside = operands.target.clamp(0, operands.weight.shape[0] - 1).long()
+    return torch.where(live, operands.weight[inside], 0).sum()
+
+
+def _probabilities(operands: _Operands, options: CrossEntropyOptions, backend: str | None) -> Tensor:
+    input, target, weight, _, num_items, dim, shape = operands
+    for choice in registry.candidates("cross_entropy", input.device, backend):
+        compute = getattr(choice.module, "cross_entropy_probabilities", None)
+        if compute is not None:
+            loss = compute(to_rows(input, dim), to_rows(target, dim), weight, num_items, options)
+            return loss.view(shape[:dim] + shape[dim + 1 :]) if options.reduction == "none" else loss
+    raise UnsupportedInput(
+        f"backend {backend or 'chosen'!r} takes class indices as target, got probabilities ({target.dtype})"
+    )
+
+
+# Autograd
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The kernels of one backend under autograd.
+
+    For the scalar reductions the forward writes the gradient for an upstream of 1, and the backward hands it over;
+    the kernel that runs there leaves at once unless the upstream, which only the device knows, is another. It then
+    recomputes the gradient from the logits rather than rescale it, so that every element is rounded once and what
+    underflowed without a loss scale is there with it. For ``"none"`` the backward always recomputes.
+
+    The gradient is given away without a copy. A second backward through a retained graph recomputes it into new
+    memory; with ``inplace`` the logits are gone by then, which raises.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        byte_lengths: Tensor | None,
+        num_items: Tensor | float | None,
+        options: CrossEntropyOptions,
+        dim: int,
+        inplace: bool,
+        backend: Any,
+        stats: bool,
+    ) -> tuple[Tensor | None, ...]:
+        logits = to_rows(input, dim)
+        overwrite = inplace and may_be_overwritten(logits, input)
+        grad = None
+        if options.reduction != "none":
+            grad = logits if overwrite else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        with device_of(input):
+            result = backend.cross_entropy_forward(
+                logits, target, weight, byte_lengths, num_items, options, grad=grad, stats=stats
+            )
+        ctx.rows_saved = False
+        if grad is not None and overwrite:
+            torch.autograd.graph.increment_version(input)
+            ctx.save_for_backward(None, target, weight, result.lse, result.denominator)
+        else:
+            # A copy that had to be made is kept; a view is made again, so that autograd watches the input itself.
+            viewed = logits.untyped_storage().data_ptr() == input.untyped_storage().data_ptr()
+            ctx.rows_saved = not viewed
+            ctx.save_for_backward(input if viewed else logits, target, weight, result.lse, result.denominator)
+        ctx.grad, ctx.overwrite = grad, overwrite
+        ctx.options, ctx.shape, ctx.dim, ctx.backend = options, input.shape, dim, backend
+        if not stats:
+            return result.loss
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(result.lse, result.z_loss, result.prediction, result.correct)
+        return result.loss, result.lse, result.z_loss, result.prediction, result.correct
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if grad_loss is None:
+            return (None,) * 10
+        if not torch.is_grad_enabled():
+            return (_gradient(ctx, grad_loss), *(None,) * 9)
+        with torch.no_grad():
+            grad = _gradient(ctx, grad_loss)
+        grad = first_derivative_only(grad, "cross_entropy", grad_loss, ctx.saved_tensors[0])
+        return (grad, *(None,) * 9)
+
+
+def _gradient(ctx: Any, grad_loss: Tensor) -> Tensor:
+    """The gradient with respect to the input, in memory that the caller may keep."""
+    saved, target, weight, lse, denominator = ctx.saved_tensors
+    # Taken out of ctx: autograd copies a gradient that somebody else still holds.
+    grad, ctx.grad = ctx.grad, None
+    with device_of(lse):
+        if saved is None:
+            if grad is None:
+                raise RuntimeError(
+                    "cross_entropy(inplace=True) gave the logits' memory to the gradient in the first backward; "
+                    "a second one through the same graph needs inplace=False"
+                )
+            _rescale(ctx.backend, grad_loss, grad)
+            return from_rows(grad, ctx.shape, ctx.dim)
+        logits = saved.detach() if ctx.rows_saved else to_rows(saved.detach(), ctx.dim)
+        in_forward = grad is not None
+        if grad is None:
+            grad = logits if ctx.overwrite else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        ctx.backend.cross_entropy_backward(
+            grad_loss.reshape(-1), logits, target, weight, lse, denominator, ctx.options,
+            grad=grad, skip_if_one=in_forward,
+        )  # fmt: skip
+    if ctx.overwrite:
+        torch.autograd.graph.increment_version(saved)
+    return from_rows(grad, ctx.shape, ctx.dim)
+
+
+def _rescale(backend: Any, grad_loss: Tensor, grad: Tensor) -> None:
+    rescale = getattr(backend, "cross_entropy_rescale", None)
+    if rescale is not None:
+        rescale(grad_loss, grad)
+    else:
+        grad.mul_(grad_loss)
+
+
+# torch.compile: opaque ops, so that neither the choice of the backend nor its kernels are traced. The gradient is
+# computed in the backward, where the compiler can place its memory; an op may not hand a buffer through.
+
+
+def _compiled(
+    operands: _Operands, options: CrossEntropyOptions, backend: str | None, stats: bool
+) -> CrossEntropyForward:
+    input, target, weight, byte_lengths, num_items, dim, shape = operands
+    if isinstance(num_items, float):
+        num_items = torch.full((1,), num_items, dtype=accumulation_dtype(input.dtype), device=input.device)
+    result = _forward_op(input, target, weight, byte_lengths, num_items, *options, dim, stats, backend)
+    return _shaped(CrossEntropyForward(*result), options, shape)
+
+
+@torch.library.custom_op("loss_core::cross_entropy", mutates_args=())
+def _forward_op(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    byte_lengths: Tensor | None,
+    num_items: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    dim: int,
+    stats: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    options = CrossEntropyOptions(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
+    _check_range(target, input.shape[dim], ignore_index, target.shape)
+
+    def forward(module: Any) -> CrossEntropyForward:
+        return module.cross_entropy_forward(
+            to_rows(input, dim), target, weight, byte_lengths, num_items, options, grad=None, stats=stats
+        )
+
+    return tuple(map(_or_empty, _first_that_can(forward, input, backend)))  # type: ignore[return-value]
+
+
+def _or_empty(tensor: Tensor | None) -> Tensor:
+    return torch.empty(0) if tensor is None else tensor
+
+
+@_forward_op.register_fake
+def _(  # type: ignore[no-untyped-def]
+    input, target, weight, byte_lengths, num_items, ignore_index, reduction, label_smoothing, z_loss, softcap,
+    logit_scale, dim, stats, backend,
+):  # fmt: skip
+    dtype = accumulation_dtype(input.dtype)
+    rows = target.shape[0]
+    loss = input.new_empty((rows,) if reduction == "none" else (), dtype=dtype)
+    denominator = input.new_empty(1, dtype=dtype) if reduction in ("mean", "byte_mean") else torch.empty(0)
+    if not stats:
+        return loss, input.new_empty(rows, dtype=dtype), denominator, *(torch.empty(0) for _ in range(3))
+    return (
+        loss,
+        input.new_empty(rows, dtype=dtype),
+        denominator,
+        torch.empty_like(loss),
+        input.new_empty(rows, dtype=torch.int64),
+        input.new_empty(rows, dtype=torch.bool),
+    )
+
+
+@torch.library.custom_op("loss_core::cross_entropy_backward", mutates_args=())
+def _backward_op(
+    grad_loss: Tensor,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    lse: Tensor,
+    denominator: Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    dim: int,
+    backend: str | None,
+) -> Tensor:
+    options = CrossEntropyOptions(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
+    logits = to_rows(input, dim)
+    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+    def backward(module: Any) -> None:
+        module.cross_entropy_backward(
+            grad_loss.reshape(-1), logits, target, weight, lse, denominator if denominator.numel() else None, options,
+            grad=grad, skip_if_one=False,
+        )  # fmt: skip
+
+    _first_that_can(backward, input, backend)
+    return from_rows(grad, input.shape, dim)
+
+
+@_backward_op.register_fake
+def _(grad_loss, input, target, *_):  # type: ignore[no-untyped-def]
+    dim = _[-2]
+    shape = input.shape
+    rows = input.new_empty((target.shape[0], shape[dim]))
+    return from_rows(rows, shape, dim)
+
+
+def _first_that_can(call: Any, input: Tensor, backend: str | None) -> Any:
+    """`call` with the module of the first candidate whose kernels do not refuse it."""
+    refused = ""
+    for choice in registry.candidates("cross_entropy", input.device, backend):
+        if not hasattr(choice.module, "cross_entropy_forward"):
+            refused += f"\n  {choice.name}: brings its own autograd, which torch.compile does not see"
+            continue
+        try:
+            with device_of(input):
+                return call(choice.module)
+        except UnsupportedInput as error:
+            refused += f"\n  {choice.name}: {error}"
+    raise UnsupportedInput(f"no backend does this cross_entropy inside torch.compile:{refused}")
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    input, target, weight, _, _, *options, dim, stats, backend = inputs
+    _, lse, denominator, z_loss, prediction, correct = output
+    ctx.save_for_backward(input, target, weight, lse, denominator)
+    ctx.rest = (*options, dim, backend)
+    ctx.mark_non_differentiable(lse, denominator, z_loss, prediction, correct)
+
+
+def _compiled_backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    input, target, weight, lse, denominator = ctx.saved_tensors
+    grad = _backward_op(grad_loss, input, target, weight, lse, denominator, *ctx.rest)
+    return (grad, *(None,) * 13)
+
+
+_forward_op.register_autograd(_compiled_backward, setup_context=_save_for_backward)

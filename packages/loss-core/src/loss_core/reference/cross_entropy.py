@@ -1,0 +1,229 @@
+"""Cross-entropy and its gradient in PyTorch, worked through a few rows at a time.
+
+With x a row after scale and softcap, and A = (1 - e) w[y] + (e / V) sum(w) + 2 z lse,
+
+    d loss / d x[c] = A softmax(x)[c] - (1 - e) w[y] [c == y] - (e / V) w[c]
+    d x[c] / d logit[c] = logit_scale (1 - (x[c] / softcap)**2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from loss_core.backend import CrossEntropyForward, CrossEntropyOptions
+from loss_core.dtypes import accumulation_dtype
+
+PIECE = 2**22
+"""Elements converted at a time: 16 MiB in float32, large enough that a GPU is not starved by launches."""
+
+
+class _Targets(NamedTuple):
+    """What the target says of each row; all of size (rows,)."""
+
+    live: Tensor  # bool: not ignored
+    index: Tensor  # int64: the class, 0 where ignored or out of range
+    weight: Tensor  # weight[index], 1 without class weights; NaN where out of range, which spreads to loss and gradient
+
+
+def cross_entropy_forward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    byte_lengths: Tensor | None,
+    num_items: Tensor | float | None,
+    options: CrossEntropyOptions,
+    *,
+    grad: Tensor | None,
+    stats: bool,
+) -> CrossEntropyForward:
+    """See ``loss_core.backend``."""
+    dtype = accumulation_dtype(logits.dtype)
+    targets = _targets(target, weight, options.ignore_index, logits.shape[1], dtype)
+    denominator = _denominator(targets, byte_lengths, num_items, options, dtype)
+    factor = torch.ones((), dtype=dtype, device=logits.device) if denominator is None else 1 / denominator
+    loss = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
+    lse = torch.empty_like(loss)
+    prediction = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device) if stats else None
+    for rows in _pieces(logits):
+        scaled = logits[rows].to(dtype) * options.logit_scale
+        if prediction is not None:
+            prediction[rows] = scaled.argmax(-1)
+        x = _capped(scaled, options.softcap)
+        lse[rows] = _lse(x)
+        piece = _Targets(*(of[rows] for of in targets))
+        loss[rows] = _row_loss(x, lse[rows], piece, weight, options)
+        if grad is not None:
+            grad[rows] = _row_gradient(x, lse[rows], piece, weight, options, factor)
+    z_loss = torch.where(targets.live, options.z_loss * lse**2, 0) if stats else None
+    if options.reduction != "none":
+        loss, z_loss = (None if part is None else part.sum() * 1 for part in (loss, z_loss))
+        if denominator is not None:
+            loss, z_loss = (None if part is None else (part / denominator).squeeze() for part in (loss, z_loss))
+    correct = None if prediction is None else (prediction == target) & targets.live
+    return CrossEntropyForward(loss, lse, denominator, z_loss, prediction, correct)
+
+
+def cross_entropy_backward(
+    grad_loss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    lse: Tensor,
+    denominator: Tensor | None,
+    options: CrossEntropyOptions,
+    *,
+    grad: Tensor,
+    skip_if_one: bool,
+) -> None:
+    """See ``loss_core.backend``. Always recomputes: torch cannot look at a value on the device and leave."""
+    dtype = accumulation_dtype(logits.dtype)
+    targets = _targets(target, weight, options.ignore_index, logits.shape[1], dtype)
+    factor = (grad_loss if denominator is None else grad_loss / denominator).expand(logits.shape[0])
+    for rows in _pieces(logits):
+        x = _capped(logits[rows].to(dtype) * options.logit_scale, options.softcap)
+        piece = _Targets(*(of[rows] for of in targets))
+        grad[rows] = _row_gradient(x, lse[rows], piece, weight, options, factor[rows].unsqueeze(-1))
+
+
+def cross_entropy_probabilities(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    num_items: Tensor | float | None,
+    options: CrossEntropyOptions,
+) -> Tensor:
+    """Cross-entropy with class probabilities t as target, differentiable in both.
+
+    With t' = (1 - e) t + e / V the loss of a row is sum(w[c] t'[c] (lse - x[c])) + z lse**2, where a class with
+    t' = 0 adds nothing even if its logit is -inf; "mean" divides by the number of rows, as torch does.
+    """
+    rows = _Probabilities.apply(logits, target, weight, options)
+    if options.reduction == "none":
+        return rows
+    if options.reduction == "sum":
+        return rows.sum()
+    items: Any = rows.shape[0] if num_items is None else num_items
+    return (rows.sum() / items).squeeze()
+
+
+def _pieces(logits: Tensor) -> Iterator[slice]:
+    rows, classes = logits.shape
+    step = max(1, PIECE // classes)
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _targets(target: Tensor, weight: Tensor | None, ignore_index: int, classes: int, dtype: torch.dtype) -> _Targets:
+    target = target.to(torch.int64)
+    live = target != ignore_index
+    inside = (target >= 0) & (target < classes)
+    index = torch.where(live & inside, target, 0)
+    of_target = torch.ones(index.shape, dtype=dtype, device=index.device) if weight is None else weight[index]
+    return _Targets(live, index, torch.where(inside, of_target, torch.nan))
+
+
+def _denominator(
+    targets: _Targets,
+    byte_lengths: Tensor | None,
+    num_items: Tensor | float | None,
+    options: CrossEntropyOptions,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    if options.reduction in ("none", "sum"):
+        return None
+    if isinstance(num_items, Tensor):
+        return num_items.to(dtype).reshape(1)
+    if num_items is not None:
+        return torch.full((1,), num_items, dtype=dtype, device=targets.live.device)
+    counted = targets.weight.nan_to_num(1.0) if byte_lengths is None else byte_lengths
+    return torch.where(targets.live, counted, 0).sum().to(dtype).reshape(1)
+
+
+def _capped(x: Tensor, softcap: float | None) -> Tensor:
+    return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+
+def _lse(x: Tensor) -> Tensor:
+    """logsumexp that is NaN, as torch's log_softmax is, where a logit is +inf."""
+    lse = torch.logsumexp(x, -1)
+    return torch.where(lse == torch.inf, torch.nan, lse)
+
+
+def _row_loss(x: Tensor, lse: Tensor, targets: _Targets, weight: Tensor | None, options: CrossEntropyOptions) -> Tensor:
+    smoothing = options.label_smoothing
+    loss = targets.weight * (lse - x.gather(-1, targets.index.unsqueeze(-1)).squeeze(-1))
+    if smoothing > 0:
+        shifted = lse.unsqueeze(-1) - x
+        uniform = (shifted if weight is None else shifted * weight).sum(-1)
+        loss = (1 - smoothing) * loss + smoothing / x.shape[-1] * uniform
+    if options.z_loss > 0:
+        loss = loss + options.z_loss * lse**2
+    return torch.where(targets.live, loss, 0)
+
+
+def _row_gradient(
+    x: Tensor, lse: Tensor, targets: _Targets, weight: Tensor | None, options: CrossEntropyOptions, factor: Tensor
+) -> Tensor:
+    """The gradient with respect to the logits before scale and cap, times `factor`; in x's dtype."""
+    of_target = (1 - options.label_smoothing) * targets.weight
+    of_each = options.label_smoothing / x.shape[-1]
+    whole = x.shape[-1] if weight is None else weight.sum()
+    of_softmax = of_target + of_each * whole + 2 * options.z_loss * lse
+    grad = torch.exp(x - lse.unsqueeze(-1)).mul_(of_softmax.unsqueeze(-1))
+    if of_each > 0:
+        grad -= of_each if weight is None else of_each * weight
+    grad.scatter_add_(-1, targets.index.unsqueeze(-1), -of_target.unsqueeze(-1))
+    if options.softcap is not None:
+        grad *= 1 - (x / options.softcap) ** 2
+    grad *= factor * options.logit_scale
+    return torch.where(targets.live.unsqueeze(-1), grad, 0)
+
+
+class _Probabilities(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions
+    ) -> Tensor:
+        loss = torch.empty(logits.shape[0], dtype=accumulation_dtype(logits.dtype), device=logits.device)
+        for rows in _pieces(logits):
+            x, lse, mass = _piece(logits[rows], target[rows], weight, options)
+            # 0 * inf is NaN, but a class without probability adds nothing.
+            loss[rows] = torch.where(mass == 0, 0, mass * (lse - x)).sum(-1)
+            if options.z_loss > 0:
+                loss[rows] += options.z_loss * lse.squeeze(-1) ** 2
+        ctx.save_for_backward(logits, target, weight)
+        ctx.options = options
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        logits, target, weight = ctx.saved_tensors
+        options: CrossEntropyOptions = ctx.options
+        grad_logits = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
+        grad_target = torch.empty_like(target) if ctx.needs_input_grad[1] else None
+        for rows in _pieces(logits):
+            x, lse, mass = _piece(logits[rows], target[rows], weight, options)
+            upstream = grad_loss[rows].unsqueeze(-1)
+            if grad_logits is not None:
+                grad = torch.exp(x - lse) * (mass.sum(-1, keepdim=True) + 2 * options.z_loss * lse) - mass
+                if options.softcap is not None:
+                    grad *= 1 - (x / options.softcap) ** 2
+                grad_logits[rows] = grad * (upstream * options.logit_scale)
+            if grad_target is not None:
+                of_target = (1 - options.label_smoothing) * (lse - x)
+                grad_target[rows] = upstream * (of_target if weight is None else of_target * weight)
+        return grad_logits, grad_target, None, None
+
+
+def _piece(
+    logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x, lse (rows, 1), and the weighted smoothed probabilities of some rows, in the accumulation dtype."""
+    dtype = accumulation_dtype(logits.dtype)
+    x = _capped(logits.to(dtype) * options.logit_scale, options.softcap)
+    mass = (1 - options.label_smoothing) * target.to(dtype) + options.label_smoothing / x.shape[-1]
+    return x, _lse(x).unsqueeze(-1), mass if weight is None else mass * weight

@@ -1,0 +1,200 @@
+"""Softmax and log-softmax along one dimension.
+
+The way of a call: ``softmax`` -> ``_run`` (choice of the backend) -> ``_Softmax`` (autograd; skipped where no gradient
+is wanted) -> the backend's ``softmax_forward``. Under ``torch.compile`` the middle is one opaque op.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loss_core import registry
+from loss_core.backend import UnsupportedInput
+from loss_core.canonical import class_dim, device_of, from_rows, to_rows
+from loss_core.derivative import first_derivative_only
+from loss_core.dtypes import FLOATING, kind, names
+
+
+def softmax(input: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:
+    r"""Softmax along `dim`: :math:`y_c = \exp(x_c - \mathrm{lse}(x))`, as ``torch.nn.functional.softmax``.
+
+    All arithmetic is in float32 (float64 for float64), the result is rounded once. A row of only -inf, or with +inf or
+    NaN, is NaN throughout. Under autocast a half-precision input gives float32, as in torch.
+
+    Args:
+        input: floating point, any shape and strides.
+        dim: the dimension that sums to one.
+        dtype: dtype of the result; None for the input's. Unlike torch, which casts the input first, the arithmetic
+            does not suffer from a narrow one.
+        backend: name of the backend, which then runs or raises; None chooses one that can.
+
+    Returns:
+        A tensor of input's shape.
+
+    Raises:
+        TypeError: input or dtype is not floating point.
+        IndexError: dim is out of range.
+        BackendUnavailable: the backend named is not installed or cannot run on this device.
+        UnsupportedInput: the backend named does not do this case.
+
+    Second derivatives raise a RuntimeError when they are computed.
+
+    Example:
+        >>> import torch, loss_core
+        >>> loss_core.softmax(torch.tensor([0.0, float("-inf"), 0.0]))
+        tensor([0.5000, 0.0000, 0.5000])
+    """
+    return _run("softmax", input, dim, dtype, backend)
+
+
+def log_softmax(
+    input: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, backend: str | None = None
+) -> Tensor:
+    r"""Log-softmax along `dim`: :math:`y_c = x_c - \mathrm{lse}(x)`, as ``torch.nn.functional.log_softmax``.
+
+    Arguments, result, precision and errors are those of ``softmax``.
+
+    Example:
+        >>> import torch, loss_core
+        >>> loss_core.log_softmax(torch.zeros(2, 2), dim=0)
+        tensor([[-0.6931, -0.6931],
+                [-0.6931, -0.6931]])
+    """
+    return _run("log_softmax", input, dim, dtype, backend)
+
+
+def _run(op: str, input: Tensor, dim: int, dtype: torch.dtype | None, backend: str | None) -> Tensor:
+    if not isinstance(input, Tensor) or input.dtype not in FLOATING:
+        raise TypeError(f"input must be a tensor of {names(FLOATING)}, got {kind(input)}")
+    if dtype is None:
+        dtype = _default_dtype(input)
+    elif dtype not in FLOATING:
+        raise TypeError(f"dtype must be one of {names(FLOATING)}, got {dtype}")
+    dim = class_dim(input, dim)
+    if torch.compiler.is_compiling():
+        return _forward_op(input, op, dim, dtype, backend)
+    return _first_that_can(op, input, dim, dtype, backend)
+
+
+def _default_dtype(input: Tensor) -> torch.dtype:
+    half = input.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if half and torch.is_autocast_enabled(input.device.type) else input.dtype
+
+
+def _first_that_can(op: str, input: Tensor, dim: int, dtype: torch.dtype, backend: str | None) -> Tensor:
+    refused = ""
+    for choice in registry.candidates(op, input.device, backend):
+        try:
+            if hasattr(choice.module, f"{op}_forward"):
+                return _kernels(op, input, dim, dtype, choice.module)
+            with device_of(input):
+                rows = getattr(choice.module, op)(to_rows(input, dim))
+            return from_rows(rows.to(dtype), input.shape, dim)
+        except UnsupportedInput as error:
+            if backend is not None:
+                raise
+            refused += f"\n  {choice.name}: {error}"
+    raise UnsupportedInput(f"no backend does this {op}:{refused}")
+
+
+def _kernels(op: str, input: Tensor, dim: int, dtype: torch.dtype, module: Any) -> Tensor:
+    if torch.is_grad_enabled() and input.requires_grad:
+        return _Softmax.apply(input, op, dim, dtype, module)
+    return _forward(op, to_rows(input, dim), dtype, module, input.shape, dim)[1]
+
+
+def _forward(
+    op: str, rows: Tensor, dtype: torch.dtype, module: Any, shape: torch.Size, dim: int
+) -> tuple[Tensor, Tensor]:
+    """The result as rows, which the backward wants, and in the input's shape."""
+    output = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+    with device_of(rows):
+        getattr(module, f"{op}_forward")(rows, output)
+    return output, from_rows(output, shape, dim)
+
+
+def _backward(op: str, grad_output: Tensor, output: Tensor, dtype: torch.dtype, dim: int, module: Any) -> Tensor:
+    rows = to_rows(output, dim)
+    grad_input = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+    with device_of(rows):
+        getattr(module, f"{op}_backward")(to_rows(grad_output, dim), rows, grad_input)
+    return from_rows(grad_input, output.shape, dim)
+
+
+class _Softmax(torch.autograd.Function):
+    """The kernels of one backend under autograd; the result is what the backward needs, so only it is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, op: str, dim: int, dtype: torch.dtype, module: Any) -> Tensor:  # type: ignore[override]
+        _, output = _forward(op, to_rows(input, dim), dtype, module, input.shape, dim)
+        ctx.save_for_backward(output)
+        ctx.rest = op, input.dtype, dim, module
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (output,) = ctx.saved_tensors
+        op, dtype, dim, module = ctx.rest
+        if not torch.is_grad_enabled():
+            return _backward(op, grad_output, output, dtype, dim, module), None, None, None, None
+        with torch.no_grad():
+            grad = _backward(op, grad_output, output, dtype, dim, module)
+        return first_derivative_only(grad, op, grad_output, output), None, None, None, None
+
+
+# torch.compile: opaque ops, so that neither the choice of the backend nor its kernels are traced.
+
+
+@torch.library.custom_op("loss_core::softmax", mutates_args=())
+def _forward_op(input: Tensor, op: str, dim: int, dtype: torch.dtype, backend: str | None) -> Tensor:
+    return _first_that_can(op, input.detach(), dim, dtype, backend)
+
+
+@_forward_op.register_fake
+def _(input, op, dim, dtype, backend):  # type: ignore[no-untyped-def]
+    return _empty_rows(input, dim, dtype)
+
+
+@torch.library.custom_op("loss_core::softmax_backward", mutates_args=())
+def _backward_op(
+    grad_output: Tensor, output: Tensor, op: str, dim: int, dtype: torch.dtype, backend: str | None
+) -> Tensor:
+    refused = ""
+    for choice in registry.candidates(op, output.device, backend):
+        try:
+            if hasattr(choice.module, f"{op}_backward"):
+                return _backward(op, grad_output, output, dtype, dim, choice.module)
+            refused += f"\n  {choice.name}: brings its own autograd, which torch.compile does not see"
+        except UnsupportedInput as error:
+            refused += f"\n  {choice.name}: {error}"
+    raise UnsupportedInput(f"no backend does this {op} inside torch.compile:{refused}")
+
+
+@_backward_op.register_fake
+def _(grad_output, output, op, dim, dtype, backend):  # type: ignore[no-untyped-def]
+    return _empty_rows(output, dim, dtype)
+
+
+def _empty_rows(like: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    shape = like.shape
+    if not shape:
+        return like.new_empty((), dtype=dtype)
+    moved = (*shape[:dim], *shape[dim + 1 :], shape[dim])
+    return like.new_empty(moved, dtype=dtype).movedim(-1, dim)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    input, op, dim, _, backend = inputs
+    ctx.save_for_backward(output)
+    ctx.rest = op, dim, input.dtype, backend
+
+
+def _compiled_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    (output,) = ctx.saved_tensors
+    return _backward_op(grad_output, output, *ctx.rest), None, None, None, None
+
+
+_forward_op.register_autograd(_compiled_backward, setup_context=_save_for_backward)
