@@ -1,0 +1,113 @@
+"""How a backend is called: as its own users call it.
+
+A backend of ours, or a third party's, is called through ``loss_core`` with ``backend=``, dispatch included. A peer
+(a module of ``loss_bench.peers``, known by its ``PEER``) wraps a library that has an interface of its own, so its
+function is called directly: what loss-core adds would not be there for that library's users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import loss_core
+import torch
+from loss_core.backend import CrossEntropyOptions, UnsupportedInput
+from torch import Tensor
+
+from loss_bench.cases import Case, Options
+from loss_bench.inputs import IGNORE_INDEX
+
+Call = Callable[[Tensor, "Tensor | None"], Tensor]
+"""(logits, target) -> loss or output."""
+
+_PUBLIC_OPTIONS = ("reduction", "label_smoothing", "z_loss", "softcap", "inplace")
+
+
+@dataclass(frozen=True)
+class BackendRow:
+    """A backend as the benchmark shows it; for a peer, distribution and version are the wrapped library's.
+
+    Attributes:
+        name: what ``--backend`` takes.
+        distribution: what has to be installed for it.
+        version: the version installed, or "".
+        ops: the ops it provides.
+        available: whether it can run on the device.
+        reason: why not, or "".
+    """
+
+    name: str
+    distribution: str
+    version: str
+    ops: tuple[str, ...]
+    available: bool
+    reason: str
+
+
+def find_backends(device: torch.device) -> list[BackendRow]:
+    """Every backend that the registry knows, with its state on `device`."""
+    return [_describe(info) for info in loss_core.list_backends(device)]
+
+
+def _describe(info: loss_core.BackendInfo) -> BackendRow:
+    peer = _peer_distribution(info.name) if info.distribution == "loss-bench" else None
+    if peer is None:
+        return BackendRow(info.name, info.distribution, info.version, info.ops, info.available, info.reason)
+    return BackendRow(info.name, peer, installed_version(peer), info.ops, info.available, info.reason)
+
+
+def installed_version(distribution: str) -> str:
+    """The version of an installed distribution, or ""."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+def _peer_distribution(name: str) -> str | None:
+    try:
+        return getattr(loss_core.get_backend(name).module, "PEER", None)
+    except loss_core.BackendError:
+        return None
+
+
+def make_call(case: Case, backend: str, weight: Tensor | None = None) -> Call:
+    """The call of `case` on `backend`, with everything but the tensors bound.
+
+    Raises:
+        UnsupportedInput: if the peer is known not to take these options.
+    """
+    module = loss_core.get_backend(backend).module
+    if getattr(module, "PEER", None) is None:
+        return _public_call(case, backend, weight)
+    function = getattr(module, case.op)
+    if case.op != "cross_entropy":
+        return lambda logits, target: function(logits)
+    if case.options.inplace and not getattr(module, "INPLACE", False):
+        raise UnsupportedInput("has no option to reuse the logits' memory")
+    options = loss_options(case)
+    return lambda logits, target: function(logits, target, weight, None, None, options)
+
+
+def loss_options(case: Case) -> CrossEntropyOptions:
+    """The options of `case` in the form of the backend contract."""
+    chosen = case.options
+    return CrossEntropyOptions(
+        IGNORE_INDEX, chosen.reduction, chosen.label_smoothing, chosen.z_loss, chosen.softcap
+    )
+
+
+def _public_call(case: Case, backend: str, weight: Tensor | None) -> Call:
+    if case.op != "cross_entropy":
+        function = getattr(loss_core, case.op)
+        return lambda logits, target: function(logits, backend=backend)
+    given: dict[str, Any] = {name: value for name, value in asdict(case.options).items() if name in _PUBLIC_OPTIONS}
+    default = asdict(Options())
+    # Only what a user would write: defaults are left to the function.
+    given = {name: value for name, value in given.items() if value != default[name]}
+    if weight is not None:
+        given["weight"] = weight
+    return lambda logits, target: loss_core.cross_entropy(logits, target, backend=backend, **given)

@@ -1,0 +1,239 @@
+"""The command ``loss-bench``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from loss_bench import __version__, cases, report
+from loss_bench.calls import find_backends
+from loss_bench.cases import Options, Size
+from loss_bench.inputs import RealInputs, read_logits
+from loss_bench.results import Report
+from loss_bench.runner import Plan, Runner
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Compare the loss implementations that are installed: time, memory and error in one row.\n\n"
+    "[bold]loss-bench run[/] alone compares everything on this machine. Results are checked against float64 before "
+    "they are timed; the exit status is 1 if one was wrong.",
+)
+
+_PLAIN_WIDTH = 180
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+def _console(*, stderr: bool = False) -> Console:
+    console = Console(stderr=stderr)
+    # A pipe has no width; tables cut to 80 columns would lose what they say.
+    return console if console.is_terminal else Console(stderr=stderr, width=_PLAIN_WIDTH)
+
+
+def _fail(message: object) -> typer.Exit:
+    _console(stderr=True).print(f"[red]error:[/] {message}", highlight=False)
+    return typer.Exit(2)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"loss-bench {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    pass
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(name)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"no clock for {device.type!r} devices here; cpu or cuda")
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+        # Events, allocations and peers' launches all go to the current device.
+        torch.cuda.set_device(device)
+    return device
+
+
+DeviceOption = Annotated[Optional[str], typer.Option("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+BackendOption = Annotated[
+    Optional[list[str]],
+    typer.Option("--backend", "-b", help="Backends to compare, repeated or with commas; default: all. See loss-bench list."),
+]
+
+
+@app.command("list")
+def list_command(device: DeviceOption = None) -> None:
+    """Show every backend, what it provides, and why it cannot run here."""
+    try:
+        where = _device(device)
+    except (ValueError, RuntimeError) as error:
+        raise _fail(error) from error
+    table = Table("backend", "distribution", "version", "ops", f"on {where}")
+    for backend in find_backends(where):
+        state = "[green]available[/]" if backend.available else f"[yellow]{_plain(backend.reason)}[/]"
+        table.add_row(backend.name, backend.distribution, backend.version, ", ".join(backend.ops), state)
+    _console().print(table)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+@app.command()
+def run(
+    ops: Annotated[Optional[list[str]], typer.Argument(metavar="[OP]...", help=f"{', '.join(cases.OPS)}, or all; default: cross_entropy.")] = None,
+    backend: BackendOption = None,
+    shape: Annotated[Optional[list[str]], typer.Option("--shape", "-s", help="ROWSxCLASSES, repeated or with commas.")] = None,
+    vocab: Annotated[Optional[list[str]], typer.Option("--vocab", help=f"Classes, as numbers or models: {', '.join(cases.VOCABULARIES)}.")] = None,
+    rows: Annotated[Optional[list[str]], typer.Option("--rows", help="Rows to combine with --vocab; default 4096 (64 on a CPU).")] = None,
+    dtype: Annotated[Optional[list[str]], typer.Option("--dtype", "-d", help="float16, bfloat16, float32 or fp16, bf16, fp32.")] = None,
+    preset: Annotated[Optional[str], typer.Option("--preset", help=f"Shapes and dtypes: {', '.join(cases.PRESETS)}.")] = None,
+    passes: Annotated[Optional[list[str]], typer.Option("--pass", help=f"{', '.join(cases.PASSES)}; default: all.")] = None,
+    reduction: Annotated[str, typer.Option(help="mean, sum or none.")] = "mean",
+    label_smoothing: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.0,
+    z_loss: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    softcap: Annotated[Optional[float], typer.Option()] = None,
+    weight: Annotated[bool, typer.Option("--weight", help="Random class weights.")] = False,
+    ignored: Annotated[float, typer.Option(min=0.0, max=0.999, help="Share of rows with an ignored target.")] = 0.0,
+    inplace: Annotated[bool, typer.Option("--inplace", help="Let the gradient take the logits' memory.")] = False,
+    logits: Annotated[Optional[Path], typer.Option("--logits", help="safetensors file with logits and labels, in place of random ones.", exists=True, dir_okay=False)] = None,
+    iters: Annotated[Optional[int], typer.Option(min=1, help="Timed iterations; default: as many as fit a third of a second.")] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Iterations before them.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
+    json_file: Annotated[Optional[Path], typer.Option("--json", help="Write the results as JSON (schema loss-bench/1).")] = None,
+    markdown: Annotated[Optional[Path], typer.Option("--markdown", help="Write the tables as Markdown.")] = None,
+    device: DeviceOption = None,
+    quiet: QuietOption = False,
+) -> None:
+    """Check and time backends on the same inputs.
+
+    Examples:
+
+      loss-bench run
+
+      loss-bench run cross_entropy --vocab llama3,qwen3 --rows 4096,8192 --dtype bf16 --json results.json
+
+      loss-bench run softmax log_softmax --shape 4096x16384 --dtype fp16 --backend torch-nn,triton
+    """
+    try:
+        where = _device(device)
+        real = read_logits(logits) if logits else None
+        options = Options(reduction, label_smoothing, z_loss, softcap, weight, ignored, inplace)
+        _check_choice("reduction", reduction, ("mean", "sum", "none"))
+        sizes = _sizes(where, real, shape, vocab, rows, dtype, preset)
+        dtypes = [] if real else [cases.parse_dtype(name) for name in cases.words(dtype)]
+        chosen = cases.build_cases(_ops(ops), sizes, options, dtypes)
+        chosen_passes = cases.words(passes) or list(cases.PASSES)
+        for name in chosen_passes:
+            _check_choice("pass", name, cases.PASSES)
+        backends = cases.words(backend)
+        _check_backends(backends, where)
+    except (ValueError, RuntimeError) as error:
+        raise _fail(error) from error
+    plan = Plan(chosen, backends, chosen_passes, iters, warmup, seed=seed, real=real)
+    with _progress(quiet) as step:
+        runner = Runner(plan, where, progress=step)
+        try:
+            runner.run()
+        except KeyboardInterrupt:
+            _console(stderr=True).print("interrupted; what was measured follows")
+    _deliver(runner.report, json_file, markdown)
+    if runner.report.has_wrong:
+        raise typer.Exit(1)
+
+
+def _check_choice(what: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"unknown {what} {value!r}; known: {', '.join(known)}")
+
+
+def _check_backends(names: list[str], device: torch.device) -> None:
+    known = [backend.name for backend in find_backends(device)]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"no backend named {name!r} is installed; installed: {', '.join(known)}")
+
+
+def _ops(names: list[str] | None) -> list[str]:
+    chosen = cases.words(names) or ["cross_entropy"]
+    return list(cases.OPS) if "all" in chosen else chosen
+
+
+def _sizes(
+    device: torch.device,
+    real: RealInputs | None,
+    shape: list[str] | None,
+    vocab: list[str] | None,
+    rows: list[str] | None,
+    dtype: list[str] | None,
+    preset: str | None,
+) -> list[Size]:
+    """The sizes that the options name, those of the preset if there are none."""
+    if real is not None:
+        name = str(real.logits.dtype).removeprefix("torch.")
+        return [(*real.logits.shape, cases.parse_dtype(name))]
+    default_dtype = "float32" if device.type == "cpu" else "bfloat16"
+    sizes = [(*cases.parse_shape(text), default_dtype) for text in cases.words(shape)]
+    vocabularies = [cases.parse_vocabulary(text) for text in cases.words(vocab)]
+    if rows and not vocabularies:
+        raise ValueError("--rows goes with --vocab; with --shape the rows are part of it")
+    row_counts = [_positive(text) for text in cases.words(rows)] or [64 if device.type == "cpu" else 4096]
+    sizes += [(count, classes, default_dtype) for classes in vocabularies for count in row_counts]
+    if preset is not None:
+        _check_choice("preset", preset, tuple(cases.PRESETS))
+        sizes += cases.PRESETS[preset]
+    return sizes or list(cases.PRESETS[cases.default_preset(device)])
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise ValueError(f"rows must be a positive number, got {text!r}")
+    return int(text)
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Any]:
+    """Yields the function that a run tells of its steps."""
+    console = _console(stderr=True)
+    if quiet:
+        yield lambda text, share: None
+    elif not console.is_terminal:
+        yield lambda text, share: print(f"{share:4.0%} {text}", file=sys.stderr, flush=True)
+    else:
+        columns = (SpinnerColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("starting", total=1.0)
+            yield lambda text, share: bar.update(task, completed=share, description=text)
+
+
+def _deliver(found: Report, json_file: Path | None, markdown: Path | None) -> None:
+    found.command = ["loss-bench", *sys.argv[1:]]
+    report.print_report(found, _console())
+    if json_file is not None:
+        found.write(json_file)
+    if markdown is not None:
+        markdown.parent.mkdir(parents=True, exist_ok=True)
+        markdown.write_text(report.to_markdown(found), encoding="utf-8")

@@ -1,0 +1,113 @@
+"""The tensors of a case: random ones, or logits and labels read from a file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from loss_bench.cases import Case
+
+IGNORE_INDEX = -100
+
+_MOST_SETS = 8
+
+
+@dataclass
+class Inputs:
+    """Several sets of the same kind, so that one call does not find the data of the last one in a cache.
+
+    Attributes:
+        logits: leaves that require grad, one a set.
+        target: the target classes of each set; empty for softmax and log-softmax.
+        weight: class weights, or None.
+        grad_output: the upstream gradient where the result is no scalar, one a set.
+    """
+
+    logits: list[Tensor]
+    target: list[Tensor] = field(default_factory=list)
+    weight: Tensor | None = None
+    grad_output: list[Tensor] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+
+def sets_needed(case: Case, cache_bytes: int) -> int:
+    """How many sets make at least twice the cache, between 2 and 8."""
+    return min(_MOST_SETS, max(2, math.ceil(2 * cache_bytes / max(1, case.logits_bytes))))
+
+
+def random_inputs(case: Case, device: torch.device, *, seed: int, sets: int) -> Inputs:
+    """Random sets of `case` on `device`.
+
+    The logits have a standard deviation of 3, which gives rows in which some classes are likely and most are not,
+    as a model's are; with less, every probability would drown in the rounding of a half-precision gradient.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = (case.rows, case.classes)
+
+    def normal(size: tuple[int, ...], scale: float) -> Tensor:
+        return torch.empty(size, dtype=case.torch_dtype, device=device).normal_(0.0, scale, generator=generator)
+
+    inputs = Inputs([normal(shape, 3.0).requires_grad_() for _ in range(sets)])
+    if case.op == "cross_entropy":
+        inputs.target = [_random_target(case, device, generator) for _ in range(sets)]
+        if case.options.weight:
+            inputs.weight = torch.rand(case.classes, device=device, generator=generator) + 0.5
+    if case.op != "cross_entropy" or case.options.reduction == "none":
+        size = shape if case.op != "cross_entropy" else shape[:1]
+        inputs.grad_output = [normal(size, 1.0) for _ in range(sets)]
+    return inputs
+
+
+def _random_target(case: Case, device: torch.device, generator: torch.Generator) -> Tensor:
+    target = torch.randint(case.classes, (case.rows,), device=device, generator=generator)
+    if case.options.ignored:
+        chosen = torch.rand(case.rows, device=device, generator=generator) < case.options.ignored
+        target[chosen] = IGNORE_INDEX
+    return target
+
+
+@dataclass(frozen=True)
+class RealInputs:
+    """Logits (rows x classes) and labels (rows) of a real model, on the CPU."""
+
+    logits: Tensor
+    labels: Tensor
+
+    def to_inputs(self, case: Case, device: torch.device, *, sets: int) -> Inputs:
+        """The file's tensors on `device`; every set is a copy of its own."""
+        logits = [self.logits.to(device, copy=True).requires_grad_() for _ in range(sets)]
+        inputs = Inputs(logits)
+        if case.op == "cross_entropy":
+            inputs.target = [self.labels.to(device, copy=True) for _ in range(sets)]
+        if case.op != "cross_entropy" or case.options.reduction == "none":
+            # Without dimensions of the class axis a reduction-free loss takes one number a row.
+            size = self.logits.shape if case.op != "cross_entropy" else self.logits.shape[:1]
+            inputs.grad_output = [torch.randn(size, device=device).to(case.torch_dtype) for _ in range(sets)]
+        return inputs
+
+
+def read_logits(path: Path) -> RealInputs:
+    """Read ``logits`` and ``labels`` from a safetensors file; leading dimensions are joined.
+
+    Raises:
+        ValueError: if the file does not hold the two tensors in shapes that fit.
+    """
+    from safetensors.torch import load_file
+
+    tensors = load_file(path)
+    missing = {"logits", "labels"} - tensors.keys()
+    if missing:
+        raise ValueError(f"{path} has no tensor {' and no '.join(sorted(missing))}; it has {', '.join(tensors)}")
+    logits, labels = tensors["logits"], tensors["labels"]
+    if logits.shape[:-1] != labels.shape or not logits.is_floating_point() or labels.is_floating_point():
+        raise ValueError(
+            f"{path}: logits must be floating point (..., classes) and labels integers (...), "
+            f"got {logits.dtype} {tuple(logits.shape)} and {labels.dtype} {tuple(labels.shape)}"
+        )
+    return RealInputs(logits.reshape(-1, logits.shape[-1]).contiguous(), labels.reshape(-1).contiguous())

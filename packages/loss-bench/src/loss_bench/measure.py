@@ -1,0 +1,328 @@
+"""Clocks, host time, peak memory and ceilings.
+
+An iteration is prepared (gradients cleared, overwritten logits restored, for the backward pass the forward pass run),
+then a buffer larger than the last-level cache is written, and only then does the timed part start. On a GPU the clock
+is a pair of CUDA events, and nothing waits for the GPU until all iterations are in its queue.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from loss_bench.calls import Call
+from loss_bench.inputs import Inputs
+
+_CPU_CACHE_BYTES = 64 << 20
+_MIB = 1 << 20
+
+
+class Work(Protocol):
+    """One pass of one backend, cut into the part that is timed and the parts that are not."""
+
+    def prepare(self, index: int) -> None:
+        """Do what has to be done before iteration `index` but is no part of the pass."""
+        ...
+
+    def run(self, index: int) -> None:
+        """The timed part."""
+        ...
+
+    def finish(self, index: int) -> None:
+        """Let go of what the iteration made."""
+        ...
+
+
+@dataclass
+class PassWork:
+    """``Work`` of one pass over sets of inputs.
+
+    Attributes:
+        call: the backend's call.
+        inputs: the sets to rotate through.
+        pass_: one of ``cases.PASSES``.
+        pristine: copies of the logits to restore from before each iteration, for a backend that overwrites them.
+    """
+
+    call: Call
+    inputs: Inputs
+    pass_: str
+    pristine: Sequence[Tensor] | None = None
+    _results: dict[int, Tensor] = field(default_factory=dict)
+    _detached: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # An evaluation's logits do not require grad, and some libraries look at that rather than at the grad mode.
+        self._detached = [logits.detach() for logits in self.inputs.logits]
+
+    def prepare(self, index: int) -> None:
+        which = index % len(self.inputs)
+        logits = self.inputs.logits[which]
+        # A gradient left over would turn the backward pass into an addition.
+        logits.grad = None
+        if self.pristine is not None:
+            with torch.no_grad():
+                logits.copy_(self.pristine[which])
+        if self.pass_ == "backward":
+            self._results[which] = self._forward(which)
+
+    def run(self, index: int) -> None:
+        which = index % len(self.inputs)
+        if self.pass_ == "backward":
+            self._backward(which, self._results[which])
+        elif self.pass_ == "no-grad":
+            with torch.no_grad():
+                self._results[which] = self.call(self._detached[which], self._target(which))
+        else:
+            result = self._results[which] = self._forward(which)
+            if self.pass_ == "forward+backward":
+                self._backward(which, result)
+
+    def finish(self, index: int) -> None:
+        which = index % len(self.inputs)
+        self._results.pop(which, None)
+        self.inputs.logits[which].grad = None
+
+    def _forward(self, which: int) -> Tensor:
+        return self.call(self.inputs.logits[which], self._target(which))
+
+    def _target(self, which: int) -> Tensor | None:
+        return self.inputs.target[which] if self.inputs.target else None
+
+    def _backward(self, which: int, result: Tensor) -> None:
+        result.backward(self.inputs.grad_output[which] if self.inputs.grad_output else None)
+
+
+class Timer(Protocol):
+    """Times the iterations of a ``Work``."""
+
+    def time(self, work: Work, iterations: int, warmup: int) -> list[float]:
+        """Milliseconds of each of `iterations`, after `warmup` that are not timed."""
+        ...
+
+    def estimate(self, work: Work) -> float:
+        """Milliseconds that one iteration takes in all, preparation and cache flush included; warms up."""
+        ...
+
+
+class CpuTimer:
+    """Wall clock around each iteration.
+
+    Args:
+        now: seconds of a clock.
+        flush: called before each iteration to throw the inputs out of the cache.
+    """
+
+    def __init__(
+        self, now: Callable[[], float] = time.perf_counter, flush: Callable[[], object] | None = None
+    ) -> None:
+        self._now = now
+        self._flush = flush or torch.zeros(_CPU_CACHE_BYTES, dtype=torch.int8).zero_
+
+    def time(self, work: Work, iterations: int, warmup: int) -> list[float]:
+        for index in range(warmup):
+            _once(work, index)
+        return [self._sample(work, index) for index in range(iterations)]
+
+    def _sample(self, work: Work, index: int) -> float:
+        work.prepare(index)
+        self._flush()
+        start = self._now()
+        work.run(index)
+        elapsed = self._now() - start
+        work.finish(index)
+        return elapsed * 1e3
+
+    def estimate(self, work: Work) -> float:
+        _once(work, 0)
+        start = self._now()
+        self._sample(work, 1)
+        return (self._now() - start) * 1e3
+
+
+class CudaTimer:
+    """CUDA events around each iteration, on the current stream.
+
+    Args:
+        device: the GPU.
+        flush_bytes: size of the buffer that is written before each iteration; by default four times the L2 cache.
+    """
+
+    def __init__(self, device: torch.device, flush_bytes: int | None = None) -> None:
+        self._device = device
+        size = flush_bytes or 4 * l2_bytes(device)
+        self._flush = torch.empty(size, dtype=torch.int8, device=device).zero_
+
+    def time(self, work: Work, iterations: int, warmup: int) -> list[float]:
+        for index in range(warmup):
+            _once(work, index)
+        pairs = [(_event(), _event()) for _ in range(iterations)]
+        for index, (start, end) in enumerate(pairs):
+            work.prepare(index)
+            self._flush()
+            start.record()
+            work.run(index)
+            end.record()
+            work.finish(index)
+        torch.cuda.synchronize(self._device)
+        return [start.elapsed_time(end) for start, end in pairs]
+
+    def estimate(self, work: Work) -> float:
+        _once(work, 0)
+        torch.cuda.synchronize(self._device)
+        start = time.perf_counter()
+        self.time(work, 2, 0)
+        return (time.perf_counter() - start) * 1e3 / 2
+
+
+def _once(work: Work, index: int) -> None:
+    work.prepare(index)
+    work.run(index)
+    work.finish(index)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+def make_timer(device: torch.device) -> Timer:
+    """The timer for `device`."""
+    return CudaTimer(device) if device.type == "cuda" else CpuTimer()
+
+
+def l2_bytes(device: torch.device) -> int:
+    """Size of the last-level cache, or a guess that is large enough."""
+    if device.type != "cuda":
+        return _CPU_CACHE_BYTES
+    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 * _MIB
+
+
+def planned_iterations(estimate_ms: float, budget_ms: float, least: int, most: int) -> int:
+    """How many iterations of `estimate_ms` fill `budget_ms`, within `least` and `most`."""
+    if estimate_ms <= 0:
+        return most
+    return max(least, min(most, int(budget_ms / estimate_ms)))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is kept of the samples, in their unit.
+
+    Attributes:
+        median: the middle sample.
+        p20, p80: the percentiles between which three in five samples lie.
+        low, high: a 95% interval of the median, from the order of the samples alone.
+        samples: how many there were.
+    """
+
+    median: float
+    p20: float
+    p80: float
+    low: float
+    high: float
+    samples: int
+
+
+def summarize(samples: Sequence[float]) -> Summary:
+    """Median, percentiles and the median's interval.
+
+    Raises:
+        ValueError: without samples.
+    """
+    if not samples:
+        raise ValueError("no samples to summarise")
+    ordered = sorted(samples)
+    n = len(ordered)
+    # The rank of the median is binomial with p = 1/2: 1.96 standard deviations of sqrt(n) / 2 to either side.
+    reach = 0.98 * n**0.5
+    low = max(0, int(n / 2 - reach))
+    high = min(n - 1, int(n / 2 + reach))
+    return Summary(
+        statistics.median(ordered), percentile(ordered, 20), percentile(ordered, 80), ordered[low], ordered[high], n
+    )
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """A percentile of sorted numbers, with straight lines between them."""
+    place = (len(ordered) - 1) * percent / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def host_microseconds(
+    work: Work, device: torch.device, *, calls: int, batches: int = 9, now: Callable[[], float] = time.perf_counter
+) -> float:
+    """Microseconds that the host spends on one call, while the GPU works behind it.
+
+    `calls` calls are made without waiting, as many as there are sets of inputs; the GPU is waited for between the
+    batches only. The median over the batches is returned. On a CPU the arithmetic is part of it.
+    """
+    taken = []
+    for batch in range(batches + 1):
+        for index in range(calls):
+            work.prepare(index)
+        synchronize(device)
+        start = now()
+        for index in range(calls):
+            work.run(index)
+        taken.append((now() - start) * 1e6 / calls)
+        for index in range(calls):
+            work.finish(index)
+        synchronize(device)
+    # The first batch warms up.
+    return statistics.median(taken[1:])
+
+
+def peak_mib(work: Work, device: torch.device) -> float | None:
+    """MiB that the pass needs at its worst beyond its inputs, gradient and saved tensors included; GPU only."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    _once(work, 0)
+    torch.cuda.synchronize(device)
+    return (torch.cuda.max_memory_allocated(device) - before) / _MIB
+
+
+def copy_gb_s(device: torch.device, timer: Timer) -> float:
+    """Bandwidth of a copy within `device`'s memory, bytes read plus bytes written, in GB/s."""
+    size = 128 * _MIB
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        size = min(1024 * _MIB, free // 8)
+    source = torch.empty(size, dtype=torch.int8, device=device).random_()
+    work = _CopyWork(source, torch.empty_like(source))
+    return 2 * size / (summarize(timer.time(work, 20, 5)).median * 1e-3) / 1e9
+
+
+@dataclass
+class _CopyWork:
+    source: Tensor
+    destination: Tensor
+
+    def prepare(self, index: int) -> None: ...
+
+    def run(self, index: int) -> None:
+        self.destination.copy_(self.source)
+
+    def finish(self, index: int) -> None: ...
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def poison(device: torch.device, size: int) -> None:
+    """Leave NaN in memory that the allocator will hand out next, so that an element nobody writes shows."""
+    if device.type == "cuda":
+        torch.full((max(1, size // 4),), float("nan"), device=device)

@@ -1,0 +1,64 @@
+"""crossentropy-triton: one Triton kernel that writes the gradient over the logits.
+
+The library's own function shifts the labels and copies the logits for it; here its kernels are called without that
+copy, which is the kinder comparison.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from loss_core.backend import CrossEntropyOptions
+from torch import Tensor
+
+from loss_bench.peers.requirements import missing_reason, refuse_options
+
+API_VERSION = 1
+OPS = ("cross_entropy",)
+PEER = "crossentropy-triton"
+INPLACE = True
+
+
+def unavailable_reason(device: torch.device) -> str | None:
+    """Needs crossentropy-triton and a CUDA GPU."""
+    return missing_reason(
+        PEER, "crossentropy_triton.crossentropy_tl", "crossentropy-triton", at_least="0.1", device=device
+    )
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    byte_lengths: Tensor | None,
+    num_items: float | Tensor | None,
+    options: CrossEntropyOptions,
+) -> Tensor:
+    """The library's forward and backward; mean only, loss in the dtype of the logits."""
+    refuse_options(
+        options,
+        known=("ignore_index",),
+        reductions=("mean",),
+        weight=weight,
+        byte_lengths=byte_lengths,
+        num_items=num_items,
+    )
+    return _CrossEntropy.apply(logits, target, options.ignore_index)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+        from crossentropy_triton.crossentropy_tl import cross_entropy_forward
+
+        loss, gradient = cross_entropy_forward(logits, target, ignore_index)
+        ctx.save_for_backward(gradient.detach())
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        from crossentropy_triton.crossentropy_tl import cross_entropy_backward
+
+        (gradient,) = ctx.saved_tensors
+        return cross_entropy_backward(gradient, grad_outputs[0]), None, None

@@ -1,0 +1,72 @@
+"""Liger (``liger-kernel``): its Triton kernels.
+
+Its cross-entropy always writes the gradient over the logits, in an evaluation too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from loss_core.backend import CrossEntropyOptions
+from torch import Tensor
+
+from loss_bench.peers.requirements import missing_reason, refuse_options
+
+API_VERSION = 1
+OPS = ("cross_entropy", "softmax")
+PEER = "liger-kernel"
+INPLACE = True
+
+
+def unavailable_reason(device: torch.device) -> str | None:
+    """Needs liger-kernel and a CUDA GPU."""
+    return missing_reason(PEER, "liger_kernel.ops.cross_entropy", "liger", at_least="0.5", device=device)
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    byte_lengths: Tensor | None,
+    num_items: float | Tensor | None,
+    options: CrossEntropyOptions,
+) -> Tensor:
+    """``liger_kernel.transformers.functional.liger_cross_entropy``; the loss has the dtype of the logits."""
+    refuse_options(
+        options,
+        known=("ignore_index", "label_smoothing", "z_loss", "softcap", "weight"),
+        weight=weight,
+        byte_lengths=byte_lengths,
+        num_items=num_items,
+    )
+    return _cross_entropy()(
+        logits,
+        target,
+        weight,
+        ignore_index=options.ignore_index,
+        reduction=options.reduction,
+        label_smoothing=options.label_smoothing,
+        lse_square_scale=options.z_loss,
+        softcap=options.softcap,
+    )
+
+
+def softmax(input: Tensor) -> Tensor:
+    """``liger_kernel.ops.softmax``."""
+    return _softmax()(input)
+
+
+@functools.cache
+def _cross_entropy() -> Callable[..., Tensor]:
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    return liger_cross_entropy
+
+
+@functools.cache
+def _softmax() -> Callable[[Tensor], Tensor]:
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+    return LigerSoftmaxFunction.apply

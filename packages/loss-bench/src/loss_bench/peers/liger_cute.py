@@ -1,0 +1,63 @@
+"""Liger's CuTe DSL kernels (``liger-kernel`` with ``nvidia-cutlass-dsl``), named by their own module.
+
+Its cross-entropy always writes the gradient over the logits, in an evaluation too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from loss_core.backend import CrossEntropyOptions
+from torch import Tensor
+
+from loss_bench.peers.requirements import missing_reason, refuse_options
+
+API_VERSION = 1
+OPS = ("cross_entropy",)
+PEER = "liger-kernel"
+INPLACE = True
+
+_MODULE = "liger_kernel.ops.cutedsl.ops.cross_entropy"
+
+
+def unavailable_reason(device: torch.device) -> str | None:
+    """Needs a liger-kernel that has the CuTe DSL ops, and a GPU of compute capability 9.0."""
+    return missing_reason(PEER, _MODULE, "liger", at_least="0.8", device=device, capability=(9, 0))
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    byte_lengths: Tensor | None,
+    num_items: float | Tensor | None,
+    options: CrossEntropyOptions,
+) -> Tensor:
+    """``LigerCrossEntropyFunction`` of the CuTe DSL ops."""
+    refuse_options(
+        options,
+        known=("ignore_index", "label_smoothing", "z_loss", "softcap", "weight"),
+        weight=weight,
+        byte_lengths=byte_lengths,
+        num_items=num_items,
+    )
+    loss, *_ = _cross_entropy()(
+        logits,
+        target,
+        weight,
+        options.ignore_index,
+        options.z_loss,
+        options.label_smoothing,
+        options.reduction,
+        options.softcap,
+    )
+    return loss
+
+
+@functools.cache
+def _cross_entropy() -> Callable[..., tuple[Tensor, ...]]:
+    from liger_kernel.ops.cutedsl.ops.cross_entropy import LigerCrossEntropyFunction
+
+    return LigerCrossEntropyFunction.apply

@@ -1,0 +1,65 @@
+"""Quack (``quack-kernels``): CuTe DSL kernels for Hopper and newer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from loss_core.backend import CrossEntropyOptions
+from torch import Tensor
+
+from loss_bench.peers.requirements import missing_reason, refuse_dtype, refuse_options
+
+API_VERSION = 1
+OPS = ("cross_entropy", "softmax")
+PEER = "quack-kernels"
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def unavailable_reason(device: torch.device) -> str | None:
+    """Needs quack-kernels and a GPU of compute capability 9.0."""
+    return missing_reason(PEER, "quack", "quack", at_least="0.6", device=device, capability=(9, 0))
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    byte_lengths: Tensor | None,
+    num_items: float | Tensor | None,
+    options: CrossEntropyOptions,
+) -> Tensor:
+    """``quack.cross_entropy.cross_entropy``; row losses in float32, reduced by torch."""
+    refuse_options(
+        options,
+        known=("ignore_index", "weight"),
+        weight=weight,
+        byte_lengths=byte_lengths,
+        num_items=num_items,
+    )
+    refuse_dtype(logits, _DTYPES)
+    return _cross_entropy()(
+        logits, target, weight=weight, ignore_index=options.ignore_index, reduction=options.reduction
+    )
+
+
+def softmax(input: Tensor) -> Tensor:
+    """``quack.softmax.softmax``."""
+    refuse_dtype(input, _DTYPES)
+    return _softmax()(input)
+
+
+@functools.cache
+def _cross_entropy() -> Callable[..., Tensor]:
+    from quack.cross_entropy import cross_entropy
+
+    return cross_entropy
+
+
+@functools.cache
+def _softmax() -> Callable[[Tensor], Tensor]:
+    from quack.softmax import softmax
+
+    return softmax

@@ -1,0 +1,91 @@
+"""What the adapters ask of the machine and of the call."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from loss_core.backend import CrossEntropyOptions, UnsupportedInput
+from packaging.version import Version
+from torch import Tensor
+
+_DEFAULTS = CrossEntropyOptions()
+
+
+def refuse_options(
+    options: CrossEntropyOptions,
+    *,
+    known: Collection[str],
+    reductions: Collection[str] = ("none", "mean", "sum"),
+    weight: Tensor | None = None,
+    byte_lengths: Tensor | None = None,
+    num_items: object = None,
+) -> None:
+    """Raise for every option that is given and not `known`.
+
+    Args:
+        options: of the call.
+        known: names of the fields of `options` that the library has, and ``"weight"`` if it has class weights.
+        reductions: those that it has.
+        weight, byte_lengths, num_items: of the call.
+
+    Raises:
+        UnsupportedInput: naming all of them.
+    """
+    # The benchmark times this too: the usual call leaves after one comparison.
+    if options == _DEFAULTS and weight is None and byte_lengths is None and num_items is None:
+        return
+    given = {name for name, value in options._asdict().items() if value != getattr(_DEFAULTS, name)}
+    given |= {
+        name
+        for name, value in (("weight", weight), ("byte_lengths", byte_lengths), ("num_items", num_items))
+        if value is not None
+    }
+    lacking = sorted(given - set(known) - {"reduction"})
+    if options.reduction not in reductions:
+        lacking.append(f"reduction {options.reduction!r}")
+    if lacking:
+        raise UnsupportedInput(f"the library has no {', '.join(lacking)}")
+
+
+def refuse_dtype(tensor: Tensor, dtypes: Collection[torch.dtype]) -> None:
+    """Raise for a dtype that is not among `dtypes`.
+
+    Raises:
+        UnsupportedInput: naming it.
+    """
+    if tensor.dtype not in dtypes:
+        raise UnsupportedInput(f"the library has no {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def missing_reason(
+    distribution: str, module: str, extra: str, *, at_least: str, device: torch.device, capability: tuple[int, int] = (0, 0)
+) -> str | None:
+    """Why a CUDA library cannot be used, or None if it can.
+
+    Args:
+        distribution: what has to be installed.
+        module: what has to import.
+        extra: of loss-bench, that installs it.
+        at_least: the oldest version that the adapter was written for.
+        device: where it should run.
+        capability: the oldest compute capability that it supports.
+    """
+    if device.type != "cuda":
+        return "needs a CUDA device"
+    try:
+        found = version(distribution)
+    except PackageNotFoundError:
+        return f"{distribution} is not installed; pip install 'loss-bench[{extra}]'"
+    if Version(found) < Version(at_least):
+        return f"{distribution} {found} is too old; {at_least} or newer is needed"
+    if torch.cuda.get_device_capability(device) < capability:
+        return f"needs compute capability {capability[0]}.{capability[1]} or newer"
+    try:
+        importlib.import_module(module)
+    # A library that is broken on this machine may fail in any way while it is imported.
+    except Exception as error:
+        return f"import of {module} failed: {type(error).__name__}: {error}"
+    return None

@@ -1,0 +1,72 @@
+"""``torch.compile`` of plain ``torch.nn.functional``.
+
+Shapes are static, which is what gives the compiler its best case, so it compiles anew for every shape, dtype and grad
+mode. Its default limit of 8 compilations a function would then send later shapes back to the interpreter without a
+word: the limit is raised for the process, and ``fullgraph=True`` makes reaching it an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from collections.abc import Callable
+
+import torch
+import torch._dynamo
+from loss_core.backend import CrossEntropyOptions
+from torch import Tensor
+
+from loss_bench.peers import torch_nn
+from loss_bench.peers.requirements import refuse_options
+
+API_VERSION = 1
+OPS = ("cross_entropy", "softmax", "log_softmax")
+PEER = "torch"
+
+_COMPILATIONS = 1024
+
+
+def unavailable_reason(device: torch.device) -> str | None:
+    """Inductor needs a C++ compiler for the CPU and Triton for a GPU."""
+    if device.type == "cpu":
+        compilers = (os.environ.get("CXX", ""), "g++", "clang++", "cl")
+        if not any(name and shutil.which(name) for name in compilers):
+            return "torch.compile needs a C++ compiler for the CPU"
+    return None
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    byte_lengths: Tensor | None,
+    num_items: float | Tensor | None,
+    options: CrossEntropyOptions,
+) -> Tensor:
+    """``F.cross_entropy``, compiled."""
+    refuse_options(
+        options,
+        known=("ignore_index", "label_smoothing", "weight"),
+        weight=weight,
+        byte_lengths=byte_lengths,
+        num_items=num_items,
+    )
+    return _compiled(torch_nn.functional_cross_entropy)(logits, target, weight, options)
+
+
+def softmax(input: Tensor) -> Tensor:
+    """``F.softmax``, compiled."""
+    return _compiled(torch_nn.softmax)(input)
+
+
+def log_softmax(input: Tensor) -> Tensor:
+    """``F.log_softmax``, compiled."""
+    return _compiled(torch_nn.log_softmax)(input)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    torch._dynamo.config.recompile_limit = _COMPILATIONS
+    torch._dynamo.config.accumulated_recompile_limit = _COMPILATIONS
+    return torch.compile(function, fullgraph=True, dynamic=False)

@@ -1,0 +1,233 @@
+"""The rows of a run and their JSON form, schema ``loss-bench/1``.
+
+A file holds one object::
+
+    schema        "loss-bench/1"
+    created       ISO 8601 time, UTC
+    command       the words of the command line
+    environment   device, versions (see ``environment``)
+    settings      iterations, warm-up, seed and whatever else shaped the run
+    ceilings      {"copy_gb_s": GB/s of a copy in device memory, read plus write}
+    backends      [{"name", "distribution", "version", "ops", "available", "reason"}]
+    rows          [the fields of ``Row``]
+
+Units are part of the names. A number that does not exist is null. Readers ignore fields that they do not know;
+a change that would mislead such a reader raises the number in ``schema``. The same in the form of a JSON Schema is
+``schema.json`` beside this module.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loss_bench.calls import installed_version
+from loss_bench.cases import Case
+
+SCHEMA = "loss-bench/1"
+
+STATUSES = ("ok", "wrong", "unsupported", "unavailable", "error")
+"""``ok`` was timed. ``wrong``: its result is not that of float64, so it was not. ``unsupported``: the backend does not
+do this case. ``unavailable``: the backend cannot run here. ``error``: it raised something else."""
+
+
+@dataclass
+class Row:
+    """One pass of one backend on one case.
+
+    Attributes:
+        op, rows, classes, dtype, options, pass_: the case; ``pass`` in JSON.
+        backend, distribution, version: who ran it.
+        device: name of the device.
+        status, reason: see ``STATUSES``.
+        note: what a reader has to know about the number, such as that the logits are overwritten.
+        median_ms, p20_ms, p80_ms: of the samples.
+        low_ms, high_ms: 95% interval of the median.
+        samples: how many.
+        gb_s: the pass's fewest bytes over the median.
+        copy_share: that as a share of the copy bandwidth of the same process.
+        host_us: host time of one call at a tiny size.
+        peak_mib: memory beyond the inputs.
+        speedup: the baseline's median over this one.
+        loss_error, grad_error: relative to float64.
+    """
+
+    op: str
+    rows: int
+    classes: int
+    dtype: str
+    options: str
+    pass_: str
+    backend: str
+    distribution: str
+    version: str
+    device: str
+    status: str = "ok"
+    reason: str = ""
+    note: str = ""
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    samples: int = 0
+    gb_s: float | None = None
+    copy_share: float | None = None
+    host_us: float | None = None
+    peak_mib: float | None = None
+    speedup: float | None = None
+    loss_error: float | None = None
+    grad_error: float | None = None
+
+    @property
+    def case_key(self) -> tuple[str, int, int, str, str]:
+        """What rows of the same case share."""
+        return (self.op, self.rows, self.classes, self.dtype, self.options)
+
+    @property
+    def shape(self) -> str:
+        """Rows x classes."""
+        return f"{self.rows}x{self.classes}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as a JSON object; NaN and infinity, which JSON lacks, become null."""
+        pairs = asdict(self)
+        pairs["pass"] = pairs.pop("pass_")
+        return {name: _finite(value) for name, value in pairs.items()}
+
+    @classmethod
+    def from_json(cls, pairs: dict[str, Any]) -> Row:
+        """The row of a JSON object; fields that are not known here are left out."""
+        known = {field.name for field in fields(cls)}
+        renamed = {("pass_" if name == "pass" else name): value for name, value in pairs.items()}
+        return cls(**{name: value for name, value in renamed.items() if name in known})
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass
+class Report:
+    """All that a run found; see this module's docstring."""
+
+    environment: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+    ceilings: dict[str, float] = field(default_factory=dict)
+    backends: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+    created: str = field(
+        default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    )
+
+    @property
+    def has_wrong(self) -> bool:
+        """Whether a result was wrong, or a backend broke on a case that it had accepted."""
+        return any(row.status in ("wrong", "error") for row in self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as a JSON object."""
+        pairs = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rows"}
+        return {"schema": SCHEMA, **pairs, "rows": [row.to_json() for row in self.rows]}
+
+    def write(self, path: Path) -> None:
+        """Write the report as JSON, whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(path.name + ".part")
+        unfinished.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(unfinished, path)
+
+
+def read_report(path: Path) -> Report:
+    """Read a report.
+
+    Raises:
+        ValueError: if the file is not one, or is of a schema that is not known here.
+    """
+    try:
+        pairs = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    schema = pairs.get("schema") if isinstance(pairs, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"{path} is of schema {schema!r}; this version reads {SCHEMA!r}")
+    known = {f.name for f in fields(Report)} - {"rows"}
+    return Report(
+        rows=[Row.from_json(row) for row in pairs["rows"]], **{k: v for k, v in pairs.items() if k in known}
+    )
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """The machine and the versions, as far as they shape the numbers."""
+    packages = ("loss-core", "loss-triton", "loss-cutedsl", "loss-bench", "triton", "nvidia-cutlass-dsl")
+    versions = {name: installed_version(name) for name in packages}
+    found: dict[str, Any] = {
+        "device": device_name(device),
+        "device_type": device.type,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "threads": torch.get_num_threads(),
+        "packages": {name: found for name, found in versions.items() if found},
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "cuda": torch.version.cuda,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_mib": properties.total_memory >> 20,
+            "multiprocessors": properties.multi_processor_count,
+        }
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """The device's own name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return _cpu_name() or platform.processor() or "CPU"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, 'CPU')}, {os.cpu_count()} cores"
+
+
+def add_speedups(rows: Sequence[Row], baseline: str) -> None:
+    """Fill ``speedup`` with the median of `baseline` on the same case and pass over each row's own."""
+    medians = {
+        (*row.case_key, row.pass_, row.device): row.median_ms for row in rows if row.backend == baseline and row.median_ms
+    }
+    for row in rows:
+        base = medians.get((*row.case_key, row.pass_, row.device))
+        row.speedup = base / row.median_ms if base and row.median_ms else None
+
+
+def new_row(case: Case, pass_: str, backend: Any, device: str) -> Row:
+    """A row for `case` and `pass_` on `backend` (a ``calls.BackendRow``) without numbers."""
+    return Row(
+        case.op,
+        case.rows,
+        case.classes,
+        case.dtype,
+        case.options.describe(),
+        pass_,
+        backend.name,
+        backend.distribution,
+        backend.version,
+        device,
+    )
