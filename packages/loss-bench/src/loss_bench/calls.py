@@ -95,9 +95,7 @@ def make_call(case: Case, backend: str, weight: Tensor | None = None) -> Call:
 def loss_options(case: Case) -> CrossEntropyOptions:
     """The options of `case` in the form of the backend contract."""
     chosen = case.options
-    return CrossEntropyOptions(
-        IGNORE_INDEX, chosen.reduction, chosen.label_smoothing, chosen.z_loss, chosen.softcap
-    )
+    return CrossEntropyOptions(IGNORE_INDEX, chosen.reduction, chosen.label_smoothing, chosen.z_loss, chosen.softcap)
 
 
 def _public_call(case: Case, backend: str, weight: Tensor | None) -> Call:
@@ -110,4 +108,5 @@ def _public_call(case: Case, backend: str, weight: Tensor | None) -> Call:
     given = {name: value for name, value in given.items() if value != default[name]}
     if weight is not None:
         given["weight"] = weight
-    return lambda logits, target: loss_core.cross_entropy(logits, target, backend=backend, **given)
+    function = loss_core.cross_entropy
+    return lambda logits, target: function(logits, target, backend=backend, **given)  # pyright: ignore[reportArgumentType]

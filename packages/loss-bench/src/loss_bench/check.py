@@ -157,9 +157,7 @@ def _pieces(case: Case) -> Iterator[slice]:
         yield slice(start, min(case.rows, start + step))
 
 
-def _verdict(
-    loss_error: float, loss_worst: float, grad: _Errors | None, *, missing: bool, overwrites: bool
-) -> Verdict:
+def _verdict(loss_error: float, loss_worst: float, grad: _Errors | None, *, missing: bool, overwrites: bool) -> Verdict:
     reasons = ["no gradient"] if missing else []
     if not loss_worst <= 1:
         reasons.append("result is NaN" if math.isnan(loss_worst) else f"result is off by {loss_error:.1e}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -18,8 +19,10 @@ from loss_bench import __version__, cases, report
 from loss_bench.calls import find_backends
 from loss_bench.cases import Options, Size
 from loss_bench.inputs import RealInputs, read_logits
-from loss_bench.results import Report
+from loss_bench.results import Report, environment
 from loss_bench.runner import Plan, Runner
+from loss_bench.train import SIZES, read_text, train_all
+from loss_bench.train import Size as TrainSize
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -58,7 +61,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _main(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -76,11 +81,15 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
-DeviceOption = Annotated[Optional[str], typer.Option("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one.")]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one.")
+]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 BackendOption = Annotated[
-    Optional[list[str]],
-    typer.Option("--backend", "-b", help="Backends to compare, repeated or with commas; default: all. See loss-bench list."),
+    list[str] | None,
+    typer.Option(
+        "--backend", "-b", help="Backends to compare, repeated or with commas; default: all. See loss-bench list."
+    ),
 ]
 
 
@@ -104,27 +113,55 @@ def _plain(text: str) -> str:
 
 @app.command()
 def run(
-    ops: Annotated[Optional[list[str]], typer.Argument(metavar="[OP]...", help=f"{', '.join(cases.OPS)}, or all; default: cross_entropy.")] = None,
+    ops: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[OP]...", help=f"{', '.join(cases.OPS)}, or all; default: cross_entropy."),
+    ] = None,
     backend: BackendOption = None,
-    shape: Annotated[Optional[list[str]], typer.Option("--shape", "-s", help="ROWSxCLASSES, repeated or with commas.")] = None,
-    vocab: Annotated[Optional[list[str]], typer.Option("--vocab", help=f"Classes, as numbers or models: {', '.join(cases.VOCABULARIES)}.")] = None,
-    rows: Annotated[Optional[list[str]], typer.Option("--rows", help="Rows to combine with --vocab; default 4096 (64 on a CPU).")] = None,
-    dtype: Annotated[Optional[list[str]], typer.Option("--dtype", "-d", help="float16, bfloat16, float32 or fp16, bf16, fp32.")] = None,
-    preset: Annotated[Optional[str], typer.Option("--preset", help=f"Shapes and dtypes: {', '.join(cases.PRESETS)}.")] = None,
-    passes: Annotated[Optional[list[str]], typer.Option("--pass", help=f"{', '.join(cases.PASSES)}; default: all.")] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option("--shape", "-s", help="ROWSxCLASSES, repeated or with commas.")
+    ] = None,
+    vocab: Annotated[
+        list[str] | None,
+        typer.Option("--vocab", help=f"Classes, as numbers or models: {', '.join(cases.VOCABULARIES)}."),
+    ] = None,
+    rows: Annotated[
+        list[str] | None, typer.Option("--rows", help="Rows to combine with --vocab; default 4096 (64 on a CPU).")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option("--dtype", "-d", help="float16, bfloat16, float32 or fp16, bf16, fp32.")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option("--preset", help=f"Shapes and dtypes: {', '.join(cases.PRESETS)}.")
+    ] = None,
+    passes: Annotated[
+        list[str] | None, typer.Option("--pass", help=f"{', '.join(cases.PASSES)}; default: all.")
+    ] = None,
     reduction: Annotated[str, typer.Option(help="mean, sum or none.")] = "mean",
     label_smoothing: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.0,
     z_loss: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    softcap: Annotated[Optional[float], typer.Option()] = None,
+    softcap: Annotated[float | None, typer.Option()] = None,
     weight: Annotated[bool, typer.Option("--weight", help="Random class weights.")] = False,
     ignored: Annotated[float, typer.Option(min=0.0, max=0.999, help="Share of rows with an ignored target.")] = 0.0,
     inplace: Annotated[bool, typer.Option("--inplace", help="Let the gradient take the logits' memory.")] = False,
-    logits: Annotated[Optional[Path], typer.Option("--logits", help="safetensors file with logits and labels, in place of random ones.", exists=True, dir_okay=False)] = None,
-    iters: Annotated[Optional[int], typer.Option(min=1, help="Timed iterations; default: as many as fit a third of a second.")] = None,
+    logits: Annotated[
+        Path | None,
+        typer.Option(
+            "--logits",
+            help="safetensors file with logits and labels, in place of random ones.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    iters: Annotated[
+        int | None, typer.Option(min=1, help="Timed iterations; default: as many as fit a third of a second.")
+    ] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Iterations before them.")] = 5,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
-    json_file: Annotated[Optional[Path], typer.Option("--json", help="Write the results as JSON (schema loss-bench/1).")] = None,
-    markdown: Annotated[Optional[Path], typer.Option("--markdown", help="Write the tables as Markdown.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results as JSON (schema loss-bench/1).")
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write the tables as Markdown.")] = None,
     device: DeviceOption = None,
     quiet: QuietOption = False,
 ) -> None:
@@ -165,6 +202,72 @@ def run(
         raise typer.Exit(1)
 
 
+@app.command()
+def train(
+    backend: BackendOption = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text to learn; default: the Python standard library's sources.", exists=True, dir_okay=False
+        ),
+    ] = None,
+    size: Annotated[str | None, typer.Option(help=f"{', '.join(SIZES)}; default: by the device.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1)] = None,
+    batch: Annotated[int | None, typer.Option(min=1)] = None,
+    context: Annotated[int | None, typer.Option(min=1)] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", "-d", help="Of the matrix products and the logits.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the model and of the order of the data.")] = 0,
+    save_logits: Annotated[
+        Path | None,
+        typer.Option("--save-logits", help="Write the last step's logits and labels (safetensors), for run --logits."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the curves as JSON (schema loss-bench/1).")
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write the table as Markdown.")] = None,
+    device: DeviceOption = None,
+    quiet: QuietOption = False,
+) -> None:
+    """Train a small byte-level transformer with each backend: the same curves, tokens/s, peak memory.
+
+    The seed and the order of the data are the same for all, so that only the loss function differs.
+    """
+    try:
+        where = _device(device)
+        _check_backends(cases.words(backend), where)
+        chosen = _train_size(where, size, steps=steps, batch=batch, context=context, dtype=dtype)
+        data = read_text(text)
+    except (ValueError, RuntimeError) as error:
+        raise _fail(error) from error
+    found = [b for b in find_backends(where) if "cross_entropy" in b.ops and b.available]
+    names = cases.words(backend) or [b.name for b in found]
+    with _progress(quiet) as step:
+        curves, saved = train_all(names, data, chosen, where, seed=seed, progress=step)
+    result = Report(environment(where), settings={**asdict(chosen), "seed": seed, "text": str(text or "stdlib")})
+    result.backends = [asdict(b) for b in found]
+    result.train = [curve.to_json() for curve in curves]
+    _deliver(result, json_file, markdown)
+    if save_logits is not None and saved:
+        _save(saved, save_logits)
+    if result.has_wrong:
+        raise typer.Exit(1)
+
+
+def _train_size(device: torch.device, name: str | None, **changes: Any) -> TrainSize:
+    name = name or ("small" if device.type == "cpu" else "gpu")
+    _check_choice("size", name, tuple(SIZES))
+    if changes["dtype"] is not None:
+        changes["dtype"] = cases.parse_dtype(changes["dtype"])
+    return replace(SIZES[name], **{key: value for key, value in changes.items() if value is not None})
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path)
+
+
 def _check_choice(what: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(f"unknown {what} {value!r}; known: {', '.join(known)}")
@@ -194,7 +297,8 @@ def _sizes(
     """The sizes that the options name, those of the preset if there are none."""
     if real is not None:
         name = str(real.logits.dtype).removeprefix("torch.")
-        return [(*real.logits.shape, cases.parse_dtype(name))]
+        row_count, classes = real.logits.shape
+        return [(row_count, classes, cases.parse_dtype(name))]
     default_dtype = "float32" if device.type == "cpu" else "bfloat16"
     sizes = [(*cases.parse_shape(text), default_dtype) for text in cases.words(shape)]
     vocabularies = [cases.parse_vocabulary(text) for text in cases.words(vocab)]

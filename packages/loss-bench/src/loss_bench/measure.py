@@ -119,9 +119,7 @@ class CpuTimer:
         flush: called before each iteration to throw the inputs out of the cache.
     """
 
-    def __init__(
-        self, now: Callable[[], float] = time.perf_counter, flush: Callable[[], object] | None = None
-    ) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter, flush: Callable[[], object] | None = None) -> None:
         self._now = now
         self._flush = flush or torch.zeros(_CPU_CACHE_BYTES, dtype=torch.int8).zero_
 

@@ -71,6 +71,7 @@ COLUMNS = (
     Column("error loss / grad", _error),
 )
 _LABELS = 3
+_DISPENSABLE = ("20–80% ms", "peak MiB", "GB/s", "host us", "error loss / grad", "dtype")
 
 
 def groups(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
@@ -102,11 +103,43 @@ def _without_silent(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.status != "unavailable"]
 
 
+TRAIN_TITLES = ("backend", "loss at start", "at 1/2", "at end", "max distance", "allowed", "tokens/s", "peak MiB")
+
+
+def train_cells(curve: dict[str, Any]) -> list[str]:
+    """The cells of a trained backend, or of one that was not."""
+    losses = curve["losses"]
+    if not losses:
+        return [curve["backend"], f"{curve['status']}: {curve['reason']}", *[""] * (len(TRAIN_TITLES) - 2)]
+    return [
+        curve["backend"],
+        *(f"{loss:.4f}" for loss in (losses[0], losses[len(losses) // 2], losses[-1])),
+        _number(curve["difference"], ".1e") + (" WRONG" if curve["status"] == "wrong" else ""),
+        _number(curve["allowed"], ".1e"),
+        _number(curve["tokens_per_s"], ".0f"),
+        _number(curve["peak_mib"], ".1f"),
+    ]
+
+
+def _train_table(report: Report) -> Table:
+    table = Table(title="training curves", title_justify="left", title_style="bold")
+    for place, title in enumerate(TRAIN_TITLES):
+        table.add_column(title, justify="right" if place else "left")
+    for curve in report.train:
+        table.add_row(*train_cells(curve), style=_status_style(curve["status"]))
+    return table
+
+
 def print_report(report: Report, console: Console) -> None:
     """Print every table of `report`, the backends that cannot run last."""
-    console.print(header(report))
+    console.print(header(report), highlight=False)
+    if report.train:
+        console.print(_train_table(report))
+        return
     for title, rows in groups(_without_silent(report.rows)):
-        console.print(_table(title, rows))
+        console.print(_fitting_table(title, rows, console))
+        for line in notes(rows):
+            console.print(Text(f"  {line}", style="dim"))
     for line in footnotes(report):
         console.print(Text(line, style="dim"))
 
@@ -126,38 +159,59 @@ def header(report: Report) -> str:
     return " | ".join(part for part in parts if part)
 
 
-def _table(title: str, rows: Sequence[Row]) -> Table:
+def _table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
-    for column in COLUMNS:
+    for column in columns:
         table.add_column(column.title, justify="right" if column.numeric else "left", no_wrap=True)
-    explained = any(explanation(row) for row in rows)
-    if explained:
-        table.add_column("note", overflow="fold")
     for _, members in groupby(rows, key=lambda row: row.case_key):
         for place, row in enumerate(members):
-            table.add_row(*_cells(row, first=place == 0), *([explanation(row)] if explained else []), style=_style(row))
+            table.add_row(*_cells(row, columns, first=place == 0), style=_status_style(row.status))
         table.add_section()
     return table
 
 
-def _cells(row: Row, *, first: bool) -> list[str]:
-    cells = [column.cell(row) for column in COLUMNS]
+def _fitting_table(title: str, rows: Sequence[Row], console: Console) -> Table:
+    """The table without the columns that matter least, as many as it takes to fit into the console."""
+    columns = list(COLUMNS)
+    table = _table(title, rows, columns)
+    for name in _DISPENSABLE:
+        if console.measure(table).maximum <= console.width:
+            break
+        columns = [column for column in columns if column.title != name]
+        table = _table(title, rows, columns)
+    return table
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """One line for every explanation, with the cases that it holds for."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if explanation(row):
+            found.setdefault((row.backend, explanation(row)), []).append(f"{row.shape} {row.dtype}")
+    return [f"{backend} ({', '.join(where)}): {text}" for (backend, text), where in found.items()]
+
+
+def _cells(row: Row, columns: Sequence[Column], *, first: bool) -> list[str]:
+    cells = [column.cell(row) for column in columns]
     if row.status != "ok":
-        cells = cells[:_LABELS] + ["wrong" if row.status == "wrong" else "n/a"] + [""] * (len(COLUMNS) - _LABELS - 1)
+        state = {"unsupported": "n/a"}.get(row.status, row.status)
+        cells = cells[:_LABELS] + [state] + [""] * (len(columns) - _LABELS - 1)
     if not first:
         cells[0] = cells[1] = ""
     return cells
 
 
-def _style(row: Row) -> str:
-    return {"ok": "", "wrong": "red", "error": "red"}.get(row.status, "dim")
+def _status_style(status: str) -> str:
+    return {"ok": "", "wrong": "red", "error": "red"}.get(status, "dim")
 
 
 def footnotes(report: Report) -> list[str]:
     """How to read the tables, and who is missing from them."""
     lines = [
-        "GB/s: the fewest bytes that the pass has to move over its median; % of copy: against a copy in this "
-        "process. x torch: torch.nn.functional's median over this one. host us: of one call at 64 x 512.",
+        (
+            "GB/s: the fewest bytes that the pass has to move over its median; % of copy: against a copy in this "
+            "process. x torch: torch.nn.functional's median over this one. host us: of one call at 64 x 512."
+        ),
         "error: against float64, relative (norm of the difference over the norm).",
     ]
     missing = dict.fromkeys((row.backend, row.reason) for row in report.rows if row.status == "unavailable")
@@ -167,14 +221,14 @@ def footnotes(report: Report) -> list[str]:
 def to_markdown(report: Report) -> str:
     """The report as Markdown."""
     lines = [header(report), ""]
+    if report.train:
+        lines += [_markdown_line(TRAIN_TITLES), _markdown_line(["---", *["---:"] * (len(TRAIN_TITLES) - 1)])]
+        return "\n".join(lines + [_markdown_line(train_cells(curve)) for curve in report.train]) + "\n"
     for title, rows in groups(_without_silent(report.rows)):
-        explained = any(explanation(row) for row in rows)
-        titles = [column.title for column in COLUMNS] + (["note"] if explained else [])
-        rule = ["---:" if column.numeric else "---" for column in COLUMNS] + (["---"] if explained else [])
-        lines += [f"### {title}", "", _markdown_line(titles), _markdown_line(rule)]
-        for row in rows:
-            lines.append(_markdown_line(_cells(row, first=True) + ([explanation(row)] if explained else [])))
-        lines.append("")
+        lines += [f"### {title}", "", _markdown_line([column.title for column in COLUMNS])]
+        lines.append(_markdown_line(["---:" if column.numeric else "---" for column in COLUMNS]))
+        lines += [_markdown_line(_cells(row, COLUMNS, first=True)) for row in rows]
+        lines += ["", *(f"- {line}" for line in notes(rows)), ""]
     return "\n".join(lines + [f"- {line}" for line in footnotes(report)]) + "\n"
 
 

@@ -10,6 +10,7 @@ A file holds one object::
     ceilings      {"copy_gb_s": GB/s of a copy in device memory, read plus write}
     backends      [{"name", "distribution", "version", "ops", "available", "reason"}]
     rows          [the fields of ``Row``]
+    train         [the fields of ``train.Curve``], empty but for ``loss-bench train``
 
 Units are part of the names. A number that does not exist is null. Readers ignore fields that they do not know;
 a change that would mislead such a reader raises the number in ``schema``. The same in the form of a JSON Schema is
@@ -125,6 +126,7 @@ class Report:
     ceilings: dict[str, float] = field(default_factory=dict)
     backends: list[dict[str, Any]] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
+    train: list[dict[str, Any]] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
     created: str = field(
         default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -133,7 +135,8 @@ class Report:
     @property
     def has_wrong(self) -> bool:
         """Whether a result was wrong, or a backend broke on a case that it had accepted."""
-        return any(row.status in ("wrong", "error") for row in self.rows)
+        statuses = [row.status for row in self.rows] + [curve["status"] for curve in self.train]
+        return "wrong" in statuses or "error" in statuses
 
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object."""
@@ -162,9 +165,7 @@ def read_report(path: Path) -> Report:
     if schema != SCHEMA:
         raise ValueError(f"{path} is of schema {schema!r}; this version reads {SCHEMA!r}")
     known = {f.name for f in fields(Report)} - {"rows"}
-    return Report(
-        rows=[Row.from_json(row) for row in pairs["rows"]], **{k: v for k, v in pairs.items() if k in known}
-    )
+    return Report(rows=[Row.from_json(row) for row in pairs["rows"]], **{k: v for k, v in pairs.items() if k in known})
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -210,7 +211,9 @@ def _cpu_name() -> str:
 def add_speedups(rows: Sequence[Row], baseline: str) -> None:
     """Fill ``speedup`` with the median of `baseline` on the same case and pass over each row's own."""
     medians = {
-        (*row.case_key, row.pass_, row.device): row.median_ms for row in rows if row.backend == baseline and row.median_ms
+        (*row.case_key, row.pass_, row.device): row.median_ms
+        for row in rows
+        if row.backend == baseline and row.median_ms
     }
     for row in rows:
         base = medians.get((*row.case_key, row.pass_, row.device))

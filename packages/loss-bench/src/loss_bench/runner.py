@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import TypeVar
 
 import torch
 from loss_core.backend import BackendUnavailable, UnsupportedInput
@@ -23,6 +24,8 @@ from loss_bench.results import Report, Row, add_speedups, device_name, environme
 
 BASELINE = "torch-nn"
 """What speed-ups refer to: plain ``torch.nn.functional``."""
+
+Result = TypeVar("Result")
 
 TINY_ROWS, TINY_CLASSES = 64, 512
 _TINY_CALLS = 20
@@ -264,7 +267,7 @@ def gb_per_second(bytes_: int, milliseconds: float) -> float:
     return bytes_ / (milliseconds * 1e-3) / 1e9
 
 
-def attempt(action):  # noqa: ANN001, ANN201
+def attempt(action: Callable[[], Result]) -> tuple[Result | None, tuple[str, str] | None]:
     """The result of `action` and None, or None and the status and reason of its exception."""
     try:
         return action(), None

@@ -12,19 +12,19 @@ import torch
 from loss_core.backend import CrossEntropyOptions
 from torch import Tensor
 
-from loss_bench.peers.requirements import missing_reason, refuse_options
+from loss_bench.peers.requirements import lazily, missing_reason, refuse_options
 
 API_VERSION = 1
 OPS = ("cross_entropy",)
 PEER = "crossentropy-triton"
 INPLACE = True
 
+_MODULE = "crossentropy_triton.crossentropy_tl"
+
 
 def unavailable_reason(device: torch.device) -> str | None:
     """Needs crossentropy-triton and a CUDA GPU."""
-    return missing_reason(
-        PEER, "crossentropy_triton.crossentropy_tl", "crossentropy-triton", at_least="0.1", device=device
-    )
+    return missing_reason(PEER, _MODULE, "crossentropy-triton", at_least="0.1", device=device)
 
 
 def cross_entropy(
@@ -50,15 +50,11 @@ def cross_entropy(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-        from crossentropy_triton.crossentropy_tl import cross_entropy_forward
-
-        loss, gradient = cross_entropy_forward(logits, target, ignore_index)
+        loss, gradient = lazily(_MODULE, "cross_entropy_forward")(logits, target, ignore_index)
         ctx.save_for_backward(gradient.detach())
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        from crossentropy_triton.crossentropy_tl import cross_entropy_backward
-
         (gradient,) = ctx.saved_tensors
-        return cross_entropy_backward(gradient, grad_outputs[0]), None, None
+        return lazily(_MODULE, "cross_entropy_backward")(gradient, grad_outputs[0]), None, None

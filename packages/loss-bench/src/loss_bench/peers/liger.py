@@ -5,14 +5,11 @@ Its cross-entropy always writes the gradient over the logits, in an evaluation t
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 from loss_core.backend import CrossEntropyOptions
 from torch import Tensor
 
-from loss_bench.peers.requirements import missing_reason, refuse_options
+from loss_bench.peers.requirements import lazily, missing_reason, refuse_options
 
 API_VERSION = 1
 OPS = ("cross_entropy", "softmax")
@@ -41,7 +38,7 @@ def cross_entropy(
         byte_lengths=byte_lengths,
         num_items=num_items,
     )
-    return _cross_entropy()(
+    return lazily("liger_kernel.transformers.functional", "liger_cross_entropy")(
         logits,
         target,
         weight,
@@ -55,18 +52,4 @@ def cross_entropy(
 
 def softmax(input: Tensor) -> Tensor:
     """``liger_kernel.ops.softmax``."""
-    return _softmax()(input)
-
-
-@functools.cache
-def _cross_entropy() -> Callable[..., Tensor]:
-    from liger_kernel.transformers.functional import liger_cross_entropy
-
-    return liger_cross_entropy
-
-
-@functools.cache
-def _softmax() -> Callable[[Tensor], Tensor]:
-    from liger_kernel.ops.softmax import LigerSoftmaxFunction
-
-    return LigerSoftmaxFunction.apply
+    return lazily("liger_kernel.ops.softmax", "LigerSoftmaxFunction.apply")(input)

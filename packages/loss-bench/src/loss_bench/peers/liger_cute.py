@@ -5,14 +5,11 @@ Its cross-entropy always writes the gradient over the logits, in an evaluation t
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 from loss_core.backend import CrossEntropyOptions
 from torch import Tensor
 
-from loss_bench.peers.requirements import missing_reason, refuse_options
+from loss_bench.peers.requirements import lazily, missing_reason, refuse_options
 
 API_VERSION = 1
 OPS = ("cross_entropy",)
@@ -43,7 +40,7 @@ def cross_entropy(
         byte_lengths=byte_lengths,
         num_items=num_items,
     )
-    loss, *_ = _cross_entropy()(
+    loss, *_ = lazily(_MODULE, "LigerCrossEntropyFunction.apply")(
         logits,
         target,
         weight,
@@ -54,10 +51,3 @@ def cross_entropy(
         options.softcap,
     )
     return loss
-
-
-@functools.cache
-def _cross_entropy() -> Callable[..., tuple[Tensor, ...]]:
-    from liger_kernel.ops.cutedsl.ops.cross_entropy import LigerCrossEntropyFunction
-
-    return LigerCrossEntropyFunction.apply

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 from loss_core.backend import CrossEntropyOptions
 from torch import Tensor
 
-from loss_bench.peers.requirements import missing_reason, refuse_dtype, refuse_options
+from loss_bench.peers.requirements import lazily, missing_reason, refuse_dtype, refuse_options
 
 API_VERSION = 1
 OPS = ("cross_entropy", "softmax")
@@ -40,7 +37,7 @@ def cross_entropy(
         num_items=num_items,
     )
     refuse_dtype(logits, _DTYPES)
-    return _cross_entropy()(
+    return lazily("quack.cross_entropy", "cross_entropy")(
         logits, target, weight=weight, ignore_index=options.ignore_index, reduction=options.reduction
     )
 
@@ -48,18 +45,4 @@ def cross_entropy(
 def softmax(input: Tensor) -> Tensor:
     """``quack.softmax.softmax``."""
     refuse_dtype(input, _DTYPES)
-    return _softmax()(input)
-
-
-@functools.cache
-def _cross_entropy() -> Callable[..., Tensor]:
-    from quack.cross_entropy import cross_entropy
-
-    return cross_entropy
-
-
-@functools.cache
-def _softmax() -> Callable[[Tensor], Tensor]:
-    from quack.softmax import softmax
-
-    return softmax
+    return lazily("quack.softmax", "softmax")(input)

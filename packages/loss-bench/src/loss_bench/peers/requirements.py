@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from loss_core.backend import CrossEntropyOptions, UnsupportedInput
@@ -60,8 +62,23 @@ def refuse_dtype(tensor: Tensor, dtypes: Collection[torch.dtype]) -> None:
         raise UnsupportedInput(f"the library has no {str(tensor.dtype).removeprefix('torch.')}")
 
 
+@functools.cache
+def lazily(module: str, attribute: str) -> Any:
+    """``module.attribute``, imported on the first call; dots in `attribute` lead on. Costs nothing to speak of later."""
+    found: Any = importlib.import_module(module)
+    for name in attribute.split("."):
+        found = getattr(found, name)
+    return found
+
+
 def missing_reason(
-    distribution: str, module: str, extra: str, *, at_least: str, device: torch.device, capability: tuple[int, int] = (0, 0)
+    distribution: str,
+    module: str,
+    extra: str,
+    *,
+    at_least: str,
+    device: torch.device,
+    capability: tuple[int, int] = (0, 0),
 ) -> str | None:
     """Why a CUDA library cannot be used, or None if it can.
 

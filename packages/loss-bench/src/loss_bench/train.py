@@ -1,0 +1,206 @@
+"""A small language model trained with each backend from the same seed on the same batches.
+
+What differs between the runs is the loss function alone, so the curves have to agree within rounding.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loss_bench.calls import Call, make_call
+from loss_bench.cases import Case
+from loss_bench.measure import synchronize
+from loss_bench.model import LanguageModel
+from loss_bench.runner import attempt
+
+BYTE_VOCABULARY = 256
+_TEXT_BYTES = 4 << 20
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Size:
+    """Model and batch sizes of a training run."""
+
+    width: int
+    layers: int
+    heads: int
+    context: int
+    batch: int
+    steps: int
+    dtype: str = "float32"
+
+
+SIZES = {
+    "small": Size(width=64, layers=2, heads=4, context=64, batch=16, steps=100),
+    "gpu": Size(width=512, layers=8, heads=8, context=512, batch=64, steps=300, dtype="bfloat16"),
+}
+"""``small`` is the default of a CPU, ``gpu`` that of a GPU."""
+
+
+@dataclass
+class Curve:
+    """What training with one backend gave.
+
+    Attributes:
+        backend: its name.
+        status, reason: as in ``results.Row``; ``wrong`` if the curve left the first one's.
+        losses: of every step.
+        tokens_per_s: median over the steps.
+        peak_mib: of the allocator, all in all; GPU only.
+        difference: the largest distance to the first backend's curve.
+        allowed: what that distance may be.
+    """
+
+    backend: str
+    status: str = "ok"
+    reason: str = ""
+    losses: list[float] = field(default_factory=list)
+    tokens_per_s: float | None = None
+    peak_mib: float | None = None
+    difference: float | None = None
+    allowed: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The curve as a JSON object."""
+        return asdict(self)
+
+
+def read_text(path: Path | None) -> Tensor:
+    """The bytes of a text, as a uint8 tensor; by default of the Python standard library's own sources.
+
+    Raises:
+        ValueError: if there is too little of it.
+    """
+    if path is not None:
+        data = path.read_bytes()
+    else:
+        data = b""
+        for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+            data += source.read_bytes()
+            if len(data) >= _TEXT_BYTES:
+                break
+    if len(data) < 4096:
+        raise ValueError(f"a text of at least 4096 bytes is needed, got {len(data)}")
+    return torch.frombuffer(bytearray(data[:_TEXT_BYTES]), dtype=torch.uint8)
+
+
+def batches(text: Tensor, size: Size, device: torch.device, seed: int) -> Tensor:
+    """(steps, batch, context + 1) tokens, drawn from places that `seed` decides."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - size.context, (size.steps, size.batch, 1), generator=generator)
+    return text[starts + torch.arange(size.context + 1)].to(device)
+
+
+def train_all(
+    backends: Sequence[str], text: Tensor, size: Size, device: torch.device, *, seed: int, progress: Progress
+) -> tuple[list[Curve], dict[str, Tensor]]:
+    """Train with every backend; also the last step's logits and labels, for ``run --logits``."""
+    data = batches(text, size, device, seed)
+    curves, saved = [], {}
+    for place, backend in enumerate(backends):
+        progress(f"training with {backend}", place / len(backends))
+        tensors: dict[str, Tensor] = {}
+
+        def tell(step: int, backend: str = backend, place: int = place) -> None:
+            share = (place + step / size.steps) / len(backends)
+            progress(f"training with {backend}: step {step}", share)
+
+        curve, failure = attempt(lambda b=backend, t=tensors, s=tell: train_one(b, data, size, device, seed, t, s))
+        if failure is not None:
+            curve = Curve(backend, *failure)
+        curves.append(curve)
+        saved = saved or tensors
+    compare_curves(curves, size)
+    return curves, saved
+
+
+def train_one(
+    backend: str,
+    data: Tensor,
+    size: Size,
+    device: torch.device,
+    seed: int,
+    saved: dict[str, Tensor],
+    tell: Callable[[int], None] = lambda step: None,
+) -> Curve:
+    """Train one model; `saved` receives the last step's logits and labels."""
+    torch.manual_seed(seed)
+    model = LanguageModel(BYTE_VOCABULARY, size.width, size.layers, size.heads, size.context).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    rows = data.shape[1] * (data.shape[2] - 1)
+    call = make_call(Case("cross_entropy", rows, BYTE_VOCABULARY, size.dtype), backend)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    losses, seconds = [], []
+    for step, batch in enumerate(data):
+        synchronize(device)
+        start = time.perf_counter()
+        loss = _step(model, optimizer, call, batch, size, saved if step == len(data) - 1 else None)
+        losses.append(loss.detach().float())
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+        if step % 10 == 0:
+            tell(step)
+    # The first steps compile kernels and grow the allocator's pool.
+    settled = sorted(seconds[len(seconds) // 4 :])
+    peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
+    return Curve(
+        backend, losses=torch.stack(losses).tolist(), tokens_per_s=rows / settled[len(settled) // 2], peak_mib=peak
+    )
+
+
+def _step(
+    model: LanguageModel,
+    optimizer: torch.optim.Optimizer,
+    call: Call,
+    batch: Tensor,
+    size: Size,
+    saved: dict[str, Tensor] | None,
+) -> Tensor:
+    tokens = batch.long()
+    dtype = getattr(torch, size.dtype)
+    with torch.autocast(batch.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        logits = model(tokens[:, :-1])
+    labels = tokens[:, 1:].reshape(-1)
+    flat = logits.view(-1, logits.shape[-1])
+    if saved is not None:
+        # Before the loss: some backends write their gradient over the logits.
+        saved |= {"logits": flat.detach().cpu().clone(), "labels": labels.cpu().clone()}
+    loss = call(flat, labels)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def compare_curves(curves: Sequence[Curve], size: Size) -> None:
+    """Fill ``difference`` and ``allowed``, and mark as wrong what left the curve of the first that was trained.
+
+    A loss in half precision is itself rounded, and training amplifies what the gradients' rounding starts: the
+    allowance is two units of the dtype's rounding of the first loss, and grows with the square root of the steps.
+    """
+    trained = [curve for curve in curves if curve.status == "ok" and curve.losses]
+    if not trained:
+        return
+    eps = torch.finfo(getattr(torch, size.dtype)).eps
+    first = torch.tensor(trained[0].losses)
+    allowed = max(2 * eps * float(first.max()), 2e-3) * max(1.0, (len(first) / 100) ** 0.5)
+    for curve in trained:
+        curve.difference = float((torch.tensor(curve.losses) - first).abs().max())
+        curve.allowed = allowed
+        # Written so that NaN is wrong too.
+        if not curve.difference <= allowed:
+            curve.status, curve.reason = (
+                "wrong",
+                f"the curve is {curve.difference:.2g} away from {trained[0].backend}'s",
+            )

@@ -1,0 +1,89 @@
+"""Fixtures: throw-away distributions that bring backends which are wrong or broken."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("loss_bench", reason="loss-bench is not installed")
+from loss_bench.results import Row
+from loss_core import registry
+
+HEAD = """
+import torch
+import torch.nn.functional as F
+API_VERSION = 1
+OPS = ("cross_entropy",)
+def unavailable_reason(device):
+    return None
+"""
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Put a distribution on sys.path whose one backend is the given Python source."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = []
+
+    def install(name: str, body: str) -> None:
+        module = "bench_fixture_" + name.replace("-", "_")
+        (tmp_path / f"{module}.py").write_text(HEAD + textwrap.dedent(body))
+        info = tmp_path / f"{module}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[loss_core.backends]\n{name} = {module}\n")
+        names.append(module)
+        registry.refresh()
+
+    yield install
+    monkeypatch.undo()
+    for module in names:
+        sys.modules.pop(module, None)
+    registry.refresh()
+
+
+@pytest.fixture
+def bad_backends(install_backend: Install) -> None:
+    """``off``: a gradient 10% too large; ``nan``; ``crash``; ``refuse``; ``quits`` while it is imported."""
+    signature = "def cross_entropy(logits, target, weight, byte_lengths, num_items, options):\n"
+    install_backend(
+        "off",
+        signature
+        + "    loss = F.cross_entropy(logits, target, ignore_index=options.ignore_index)\n"
+        + "    return loss + 0.1 * (loss - loss.detach())\n",
+    )
+    install_backend("nan", signature + "    return F.cross_entropy(logits, target) * float('nan')\n")
+    install_backend("crash", signature + "    raise RuntimeError('no luck today\\nsecond line')\n")
+    install_backend(
+        "refuse",
+        signature + "    from loss_core import UnsupportedInput\n    raise UnsupportedInput('only on Sundays')\n",
+    )
+    install_backend("quits", "raise SystemExit(3)\n")
+
+
+@pytest.fixture
+def make_row() -> Callable[..., Row]:
+    """A ``Row`` with the given fields and some defaults."""
+
+    def make(**fields: object) -> Row:
+        defaults = {
+            "op": "cross_entropy",
+            "rows": 4,
+            "classes": 8,
+            "dtype": "float32",
+            "options": "",
+            "pass_": "forward+backward",
+            "backend": "torch-nn",
+            "distribution": "torch",
+            "version": "2",
+            "device": "fake",
+        }
+        return Row(**{**defaults, **fields})
+
+    return make

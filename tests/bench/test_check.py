@@ -1,0 +1,189 @@
+"""The verdict: right results pass, wrong ones do not."""
+
+from __future__ import annotations
+
+import itertools
+
+import loss_core
+import pytest
+import torch
+import torch.nn.functional as F
+from loss_bench import check as checking
+from loss_bench.calls import make_call
+from loss_bench.cases import Case, Options
+from loss_bench.check import check
+from loss_bench.inputs import random_inputs
+
+CPU = torch.device("cpu")
+OPTIONS = [
+    Options(),
+    Options(reduction="sum", label_smoothing=0.1),
+    Options(reduction="none", weight=True),
+    Options(z_loss=1e-3, softcap=15.0),
+    Options(label_smoothing=0.2, weight=True, ignored=0.3),
+]
+
+
+def verdict_of(case, call, *, grad=True):
+    return check(case, call, random_inputs(case, CPU, seed=1, sets=1), grad=grad)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("options", OPTIONS, ids=Options.describe)
+def test_the_reference_backend_is_right(dtype, options):
+    case = Case("cross_entropy", 40, 333, dtype, options)
+    inputs = random_inputs(case, CPU, seed=1, sets=1)
+    verdict = check(case, make_call(case, "torch", inputs.weight), inputs, grad=True)
+    assert verdict.right, verdict.reason
+    assert not verdict.overwrites
+    assert inputs.logits[0].grad is None
+
+
+def test_the_check_has_a_reference_of_its_own_that_agrees_with_torch_to_float64():
+    case = Case("cross_entropy", 12, 70, "float64", Options(label_smoothing=0.1, weight=True))
+    inputs = random_inputs(case, CPU, seed=1, sets=1)
+    verdict = check(case, make_call(case, "torch-nn", inputs.weight), inputs, grad=True)
+    assert verdict.right
+    assert verdict.loss_error < 1e-14
+    assert verdict.grad_error < 1e-14
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_torch_softmax_is_right(op, dtype):
+    verdict = verdict_of(Case(op, 16, 777, dtype), lambda x, y: getattr(F, op)(x, dim=-1))
+    assert verdict.right, verdict.reason
+
+
+def test_pieces_give_the_same_verdict(monkeypatch):
+    case = Case("cross_entropy", 40, 333, "float32")
+    call = lambda x, y: F.cross_entropy(x, y)
+    whole = verdict_of(case, call)
+    monkeypatch.setattr(checking, "_PIECE_BYTES", 8 * 333 * 7)
+    assert len(list(checking._pieces(case))) == 6
+    pieced = verdict_of(case, call)
+    assert pieced.right
+    assert pieced.worst == pytest.approx(whole.worst)
+    assert pieced.grad_error == pytest.approx(whole.grad_error)
+
+
+def _tampered(change):
+    """A cross-entropy whose gradient passes through `change`."""
+
+    def call(logits, target):
+        tampered = logits.clone()
+        tampered.register_hook(change)
+        return F.cross_entropy(tampered, target)
+
+    return call
+
+
+def _one_element(grad):
+    grad = grad.clone()
+    grad[3, 5] *= 1.5
+    return grad
+
+
+def _one_unwritten(grad):
+    grad = grad.clone()
+    grad[39, -1] = float("nan")
+    return grad
+
+
+def _ignored_row_touched(grad):
+    grad = grad.clone()
+    grad[0, 0] = 1e-6
+    return grad
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda g: g * 1.01, _one_element, _one_unwritten, _ignored_row_touched, lambda g: g.roll(1, 0), torch.zeros_like],
+    ids=["scaled", "element", "unwritten", "ignored", "rows", "zero"],
+)
+def test_a_wrong_gradient_is_found(change):
+    verdict = verdict_of(Case("cross_entropy", 40, 333, "float32"), _tampered(change))
+    assert not verdict.right
+    assert "gradient" in verdict.reason
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("factor", [1.05, float("nan"), float("inf")])
+def test_a_wrong_loss_is_found(factor, dtype):
+    case = Case("cross_entropy", 40, 333, dtype)
+    for grad in (False, True):
+        verdict = verdict_of(case, lambda x, y: F.cross_entropy(x.float(), y) * factor, grad=grad)
+        assert not verdict.right
+        assert "result" in verdict.reason
+
+
+def test_ignoring_the_upstream_gradient_is_found():
+    class Deaf(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, logits, target):
+            with torch.enable_grad():
+                x = logits.detach().requires_grad_()
+                loss = F.cross_entropy(x, target)
+                (ctx.grad,) = torch.autograd.grad(loss, x)
+            return loss.detach()
+
+        @staticmethod
+        def backward(ctx, outer):
+            return ctx.grad, None
+
+    assert not verdict_of(Case("cross_entropy", 40, 333, "float32"), Deaf.apply).right
+
+
+def test_counting_ignored_rows_in_the_mean_is_found():
+    def call(logits, target):
+        return F.cross_entropy(logits, target, reduction="sum") / len(target)
+
+    assert not verdict_of(Case("cross_entropy", 40, 333, "float32"), call).right
+
+
+def test_no_gradient_is_found():
+    verdict = verdict_of(Case("cross_entropy", 4, 9, "float32"), lambda x, y: F.cross_entropy(x.detach(), y) + 0 * W)
+    assert verdict.reason.startswith("no gradient")
+
+
+W = torch.zeros((), requires_grad=True)
+
+
+def test_overwritten_logits_are_noticed_and_put_back():
+    class InPlace(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, logits, target):
+            with torch.enable_grad():
+                x = logits.detach().clone().requires_grad_()
+                loss = F.cross_entropy(x, target)
+                (grad,) = torch.autograd.grad(loss, x)
+            ctx.grad = logits.detach().copy_(grad)
+            return loss.detach()
+
+        @staticmethod
+        def backward(ctx, outer):
+            return ctx.grad.mul_(outer), None
+
+    case = Case("cross_entropy", 40, 333, "float32")
+    inputs = random_inputs(case, CPU, seed=1, sets=1)
+    before = inputs.logits[0].detach().clone()
+    verdict = check(case, InPlace.apply, inputs, grad=True)
+    assert verdict.right, verdict.reason
+    assert verdict.overwrites
+    assert torch.equal(inputs.logits[0].detach(), before)
+
+
+@pytest.mark.parametrize("peer", ["torch-nn", "torch-compile", "quack", "liger", "liger-cute", "crossentropy-triton"])
+def test_peers_refuse_what_they_lack_rather_than_ignore_it(peer):
+    function = loss_core.get_backend(peer).module.cross_entropy
+    options = loss_core.backend.CrossEntropyOptions(logit_scale=2.0, reduction="byte_mean")
+    tensors = (torch.zeros(2, 4), torch.zeros(2, dtype=torch.long), None, torch.ones(2, dtype=torch.long), None)
+    with pytest.raises(loss_core.UnsupportedInput, match="byte_lengths, logit_scale"):
+        function(*tensors, options)
+
+
+def test_every_pair_of_reduction_and_weight_is_judged():
+    for reduction, weight in itertools.product(("mean", "sum", "none"), (False, True)):
+        case = Case("cross_entropy", 17, 31, "float32", Options(reduction=reduction, weight=weight))
+        inputs = random_inputs(case, CPU, seed=2, sets=1)
+        assert check(case, make_call(case, "torch-nn", inputs.weight), inputs, grad=True).right

@@ -1,0 +1,208 @@
+"""Clocks and arithmetic, on fake time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from loss_bench import measure
+from loss_bench.cases import PASSES, Case, minimal_bytes
+from loss_bench.inputs import random_inputs, sets_needed
+from loss_bench.results import add_speedups
+from loss_bench.runner import gb_per_second
+
+CPU = torch.device("cpu")
+CASE = Case("cross_entropy", 8, 50, "float32")
+
+
+class FakeClock:
+    """Time that passes only when told to."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class SlowWork:
+    """Work whose parts take known times and which writes down the order of events."""
+
+    def __init__(self, clock: FakeClock, run: list[float]) -> None:
+        self.clock, self.durations, self.events = clock, run, []
+
+    def prepare(self, index: int) -> None:
+        self.clock.seconds += 100
+        self.events.append("prepare")
+
+    def run(self, index: int) -> None:
+        self.clock.seconds += self.durations[index]
+        self.events.append("run")
+
+    def finish(self, index: int) -> None:
+        self.clock.seconds += 1000
+        self.events.append("finish")
+
+
+def flushing_timer(work: SlowWork) -> measure.CpuTimer:
+    def flush() -> None:
+        work.clock.seconds += 10
+        work.events.append("flush")
+
+    return measure.CpuTimer(work.clock, flush)
+
+
+def test_timer_times_the_pass_alone():
+    clock = FakeClock()
+    work = SlowWork(clock, [0.001, 0.003, 0.002])
+    assert flushing_timer(work).time(work, 3, 1) == pytest.approx([1.0, 3.0, 2.0])
+
+
+def test_cache_is_flushed_between_preparation_and_each_timed_run():
+    work = SlowWork(FakeClock(), [1.0] * 4)
+    flushing_timer(work).time(work, 4, 2)
+    assert work.events == ["prepare", "run", "finish"] * 2 + ["prepare", "flush", "run", "finish"] * 4
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+def test_gradient_is_cleared_before_each_iteration(pass_):
+    inputs = random_inputs(CASE, CPU, seed=0, sets=2)
+    seen = []
+
+    def call(logits, target):
+        seen.append(logits.grad)
+        return torch.nn.functional.cross_entropy(logits, target)
+
+    work = measure.PassWork(call, inputs, pass_)
+    work.inputs.logits[0].grad = torch.ones_like(inputs.logits[0])
+    measure.CpuTimer(flush=lambda: None).time(work, 4, 1)
+    assert len(seen) == 5
+    assert all(grad is None for grad in seen)
+    assert all(logits.grad is None for logits in inputs.logits)
+
+
+def test_no_grad_pass_gets_logits_that_need_no_gradient():
+    seen = []
+    inputs = random_inputs(CASE, CPU, seed=0, sets=2)
+    work = measure.PassWork(lambda x, y: seen.append(x.requires_grad) or x.sum(), inputs, "no-grad")
+    measure.CpuTimer(flush=lambda: None).time(work, 2, 0)
+    assert seen == [False, False]
+
+
+def test_inputs_are_rotated_and_overwritten_logits_restored():
+    inputs = random_inputs(CASE, CPU, seed=0, sets=2)
+    pristine = [logits.detach().clone() for logits in inputs.logits]
+    seen = []
+
+    def call(logits, target):
+        seen.append([torch.equal(logits.detach(), p) for p in pristine])
+        loss = torch.nn.functional.cross_entropy(logits, target)
+        logits.data.zero_()
+        return loss
+
+    measure.CpuTimer(flush=lambda: None).time(measure.PassWork(call, inputs, "forward", pristine), 4, 0)
+    assert seen == [[True, False], [False, True]] * 2
+
+
+def test_summary_of_known_samples():
+    summary = measure.summarize([5.0, 1.0, 4.0, 2.0, 3.0])
+    assert (summary.median, summary.p20, summary.p80, summary.samples) == (3.0, 1.8, 4.2, 5)
+    even = measure.summarize([1.0, 2.0, 3.0, 10.0])
+    assert even.median == 2.5
+
+
+def test_interval_of_the_median_covers_it_in_about_95_of_100_cases():
+    generator = torch.Generator().manual_seed(1)
+    hits = 0
+    for _ in range(400):
+        summary = measure.summarize(torch.randn(41, generator=generator).tolist())
+        hits += summary.low <= 0.0 <= summary.high
+    assert 0.91 <= hits / 400 <= 0.995
+
+
+def test_no_samples_is_an_error():
+    with pytest.raises(ValueError, match="no samples"):
+        measure.summarize([])
+
+
+def test_planned_iterations_fill_the_budget_within_limits():
+    assert measure.planned_iterations(10.0, 300.0, 6, 60) == 30
+    assert measure.planned_iterations(1000.0, 300.0, 6, 60) == 6
+    assert measure.planned_iterations(0.001, 300.0, 6, 60) == 60
+    assert measure.planned_iterations(0.0, 300.0, 6, 60) == 60
+
+
+@pytest.mark.parametrize(
+    ("op", "pass_", "logits_passes"),
+    [
+        ("cross_entropy", "no-grad", 1),
+        ("cross_entropy", "forward", 1),
+        ("cross_entropy", "forward+backward", 2),
+        ("cross_entropy", "backward", None),
+        ("softmax", "forward", 2),
+        ("softmax", "no-grad", 2),
+        ("softmax", "backward", 3),
+        ("log_softmax", "forward+backward", 5),
+    ],
+)
+def test_bytes_of_a_pass(op, pass_, logits_passes):
+    case = Case(op, 1000, 3000, "bfloat16")
+    targets = 8 * 1000 if op == "cross_entropy" else 0
+    expected = None if logits_passes is None else logits_passes * 1000 * 3000 * 2 + targets
+    assert minimal_bytes(case, pass_) == expected
+
+
+def test_gb_per_second():
+    assert gb_per_second(4_000_000_000, 1.0) == pytest.approx(4000.0)
+
+
+def test_host_time_is_the_median_over_batches_and_leaves_the_warm_up_out():
+    clock = FakeClock()
+
+    class Work(SlowWork):
+        def run(self, index: int) -> None:
+            # Batches of two calls; the first one compiles.
+            batch = self.events.count("run") // 2
+            self.clock.seconds += 1.0 if batch == 0 else batch * 1e-6
+            self.events.append("run")
+
+    work = Work(clock, [])
+    assert measure.host_microseconds(work, CPU, calls=2, batches=5, now=clock) == pytest.approx(3.0)
+
+
+def test_sets_exceed_the_cache():
+    small = Case("softmax", 64, 512, "float32")
+    assert sets_needed(small, 300_000) * small.logits_bytes >= 2 * 300_000
+    assert sets_needed(small, 1 << 40) == 8
+    assert sets_needed(Case("softmax", 8192, 151936, "bfloat16"), 1 << 20) == 2
+
+
+def test_speedup_refers_to_the_baseline_of_the_same_case_and_pass(make_row):
+    rows = [
+        make_row(backend="torch-nn", median_ms=6.0),
+        make_row(backend="ours", median_ms=2.0),
+        make_row(backend="ours", median_ms=2.0, pass_="forward"),
+        make_row(backend="broken", status="wrong"),
+    ]
+    add_speedups(rows, "torch-nn")
+    assert [row.speedup for row in rows] == [1.0, 3.0, None, None]
+
+
+def test_copy_bandwidth_counts_reads_and_writes():
+    class Timer:
+        def time(self, work, iterations, warmup):
+            return [1000.0] * iterations
+
+        def estimate(self, work):
+            return 1.0
+
+    assert measure.copy_gb_s(CPU, Timer()) == pytest.approx(2 * (128 << 20) / 1e9)
+
+
+def test_random_inputs_follow_the_seed_and_the_options():
+    case = Case("cross_entropy", 1000, 10, "float16")
+    first, second = (random_inputs(case, CPU, seed=3, sets=2) for _ in range(2))
+    assert torch.equal(first.logits[0], second.logits[0])
+    assert not torch.equal(first.logits[0], first.logits[1])
+    assert not math.isnan(float(first.logits[0].float().sum()))
