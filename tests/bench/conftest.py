@@ -8,10 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("loss_bench", reason="loss-bench is not installed")
 from loss_bench.results import Row
 from loss_core import registry
+
+# Several test processes on few cores: threads that wait for each other cost more than they bring.
+torch.set_num_threads(1)
 
 HEAD = """
 import torch

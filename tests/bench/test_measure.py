@@ -197,7 +197,7 @@ def test_copy_bandwidth_counts_reads_and_writes():
         def estimate(self, work):
             return 1.0
 
-    assert measure.copy_gb_s(CPU, Timer()) == pytest.approx(2 * (128 << 20) / 1e9)
+    assert measure.copy_gb_s(CPU, Timer()) == pytest.approx(2 * (64 << 20) / 1e9)
 
 
 def test_random_inputs_follow_the_seed_and_the_options():
@@ -205,4 +205,4 @@ def test_random_inputs_follow_the_seed_and_the_options():
     first, second = (random_inputs(case, CPU, seed=3, sets=2) for _ in range(2))
     assert torch.equal(first.logits[0], second.logits[0])
     assert not torch.equal(first.logits[0], first.logits[1])
-    assert not math.isnan(float(first.logits[0].float().sum()))
+    assert not math.isnan(float(first.logits[0].detach().float().sum()))

@@ -19,7 +19,7 @@ from torch import Tensor
 from loss_bench.calls import Call
 from loss_bench.inputs import Inputs
 
-_CPU_CACHE_BYTES = 64 << 20
+_CPU_CACHE_BYTES = 32 << 20
 _MIB = 1 << 20
 
 
@@ -292,7 +292,7 @@ def peak_mib(work: Work, device: torch.device) -> float | None:
 
 def copy_gb_s(device: torch.device, timer: Timer) -> float:
     """Bandwidth of a copy within `device`'s memory, bytes read plus bytes written, in GB/s."""
-    size = 128 * _MIB
+    size = 64 * _MIB
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         size = min(1024 * _MIB, free // 8)

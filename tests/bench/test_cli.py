@@ -1,0 +1,160 @@
+"""The command, run for real on the CPU at tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from loss_bench.cli import app
+from loss_bench.results import read_report
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+QUICK = ["--iters", "3", "--warmup", "0", "--quiet", "--device", "cpu"]
+
+
+def invoke(*words, status=0):
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == status, result.output
+    return result
+
+
+def rows_of(path, **wanted):
+    rows = read_report(path).rows
+    return [row for row in rows if all(getattr(row, name) == value for name, value in wanted.items())]
+
+
+def test_list_shows_peers_and_why_they_cannot_run():
+    output = invoke("list", "--device", "cpu").output
+    for words in ("torch-nn", "quack-kernels", "available", "needs a CUDA device"):
+        assert words in output
+
+
+def test_run_measures_every_pass_and_writes_both_files(tmp_path):
+    json_file, markdown = tmp_path / "r.json", tmp_path / "r.md"
+    result = invoke(
+        "run", "cross_entropy", "softmax", "--shape", "16x100,8x33", "-b", "torch-nn,torch", *QUICK,
+        "--json", json_file, "--markdown", markdown,
+    )  # fmt: skip
+    rows = rows_of(json_file)
+    assert len(rows) == 2 * 2 * 4 * 2
+    assert {row.status for row in rows} == {"ok"}
+    assert all(row.samples == 3 and row.median_ms > 0 and row.host_us > 0 and row.speedup > 0 for row in rows)
+    assert all(row.loss_error < 1e-5 for row in rows)
+    for row in rows:
+        if row.gb_s is not None:
+            assert 0 < row.gb_s < 2000
+    assert "cross_entropy forward+backward" in result.output
+    assert "### softmax backward" in markdown.read_text()
+
+
+def test_wrong_crashing_and_picky_backends_do_not_end_the_run(bad_backends, tmp_path):
+    path = tmp_path / "r.json"
+    names = "torch-nn,off,nan,crash,refuse,quits"
+    result = invoke("run", "--preset", "tiny", "-b", names, *QUICK, "--json", path, status=1)
+    status = {row.backend: (row.status, row.reason) for row in rows_of(path, pass_="forward+backward")}
+    assert status["torch-nn"][0] == "ok"
+    assert status["off"][0] == "wrong"
+    assert "gradient" in status["off"][1]
+    assert status["nan"][0] == "wrong"
+    assert status["crash"] == ("error", "RuntimeError: no luck today")
+    assert status["refuse"] == ("unsupported", "only on Sundays")
+    assert status["quits"][0] == "unavailable"
+    assert all(row.median_ms is None and row.speedup is None for row in rows_of(path) if row.status != "ok")
+    assert rows_of(path, backend="off", pass_="no-grad")[0].status == "ok"
+    for words in ("no luck today", "only on Sundays", "import failed: SystemExit"):
+        assert words in result.output
+
+
+def test_unavailable_alone_is_no_failure(tmp_path):
+    result = invoke("run", "--preset", "tiny", "-b", "torch-nn,quack", *QUICK)
+    assert "not run: quack: needs a CUDA device" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shape", "4by5"], "ROWSxCLASSES"),
+        (["--shape", "0x5"], "ROWSxCLASSES"),
+        (["--dtype", "int8"], "unknown dtype"),
+        (["--backend", "nobody"], "no backend named 'nobody'"),
+        (["--pass", "sideways"], "unknown pass"),
+        (["--preset", "huge"], "unknown preset"),
+        (["--vocab", "gpt9"], "unknown vocabulary"),
+        (["--rows", "8"], "--rows goes with --vocab"),
+        (["--reduction", "max"], "unknown reduction"),
+        (["--device", "tpu"], "tpu"),
+        (["tanh"], "unknown op"),
+    ],
+)
+def test_mistakes_are_named(words, message):
+    assert message in invoke("run", *words, status=2).output
+
+
+def test_options_and_sweeps_reach_the_rows(tmp_path):
+    path = tmp_path / "r.json"
+    words = ["--vocab", "gpt2,100", "--rows", "2,4", "--dtype", "fp32", "--label-smoothing", "0.1", "--weight"]
+    invoke("run", *words, "-b", "torch-nn", "--pass", "no-grad", *QUICK, "--json", path)
+    rows = rows_of(path)
+    assert [row.shape for row in rows] == ["2x50257", "4x50257", "2x100", "4x100"]
+    assert {row.options for row in rows} == {"label_smoothing=0.1 weight=True"}
+
+
+def test_what_a_peer_lacks_is_shown_in_its_cell(tmp_path):
+    path = tmp_path / "r.json"
+    invoke("run", "--preset", "tiny", "--z-loss", "0.001", "-b", "torch-nn,torch", *QUICK, "--json", path)
+    (row,) = rows_of(path, backend="torch-nn", pass_="forward")
+    assert (row.status, row.reason) == ("unsupported", "the library has no z_loss")
+    assert rows_of(path, backend="torch", pass_="forward")[0].status == "ok"
+
+
+def test_train_agrees_and_its_logits_can_be_timed(tmp_path):
+    logits, path, curves = tmp_path / "l.safetensors", tmp_path / "r.json", tmp_path / "c.json"
+    words = ["--steps", "6", "--batch", "2", "--context", "16", "--device", "cpu", "-q"]
+    invoke("train", "-b", "torch-nn,torch", *words, "--save-logits", logits, "--json", curves)
+    first, second = json.loads(curves.read_text())["train"]
+    assert len(first["losses"]) == 6
+    assert first["losses"][-1] < first["losses"][0]
+    assert second["difference"] < 1e-5
+    assert load_file(logits)["logits"].shape == (32, 256)
+    invoke("run", "--logits", logits, "-b", "torch-nn,torch", *QUICK, "--json", path)
+    assert {(row.shape, row.status) for row in rows_of(path)} == {("32x256", "ok")}
+
+
+def test_train_finds_a_backend_that_leaves_the_curve(bad_backends, tmp_path):
+    words = ["--steps", "8", "--batch", "2", "--context", "16", "--device", "cpu", "-q"]
+    result = invoke("train", "-b", "torch-nn,nan,crash", *words, status=1)
+    assert "WRONG" in result.output
+    assert "no luck today" in result.output
+
+
+def test_text_of_ones_own(tmp_path):
+    text = tmp_path / "t.txt"
+    text.write_bytes(b"short")
+    assert "4096" in invoke("train", "--text", text, "--device", "cpu", status=2).output
+    text.write_bytes(bytes(range(256)) * 40)
+    words = ["--steps", "2", "--batch", "2", "--context", "16", "--device", "cpu", "-q"]
+    invoke("train", "--text", text, "-b", "torch-nn", *words)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"logits": torch.zeros(2, 3)}, "no tensor labels"),
+        ({"logits": torch.zeros(2, 3), "labels": torch.zeros(3, dtype=torch.long)}, r"\(2, 3\)"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(tensors, message, tmp_path):
+    save_file(tensors, tmp_path / "l.safetensors")
+    output = invoke("run", "--logits", tmp_path / "l.safetensors", status=2).output
+    assert message.replace("\\", "") in output.replace("\n", "")
+
+
+def test_module_runs_as_a_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "loss_bench", "--version"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.startswith("loss-bench 0.")
