@@ -99,8 +99,8 @@ def loss_options(case: Case) -> CrossEntropyOptions:
 
 
 def _public_call(case: Case, backend: str, weight: Tensor | None) -> Call:
+    function: Callable[..., Tensor] = getattr(loss_core, case.op)
     if case.op != "cross_entropy":
-        function = getattr(loss_core, case.op)
         return lambda logits, target: function(logits, backend=backend)
     given: dict[str, Any] = {name: value for name, value in asdict(case.options).items() if name in _PUBLIC_OPTIONS}
     default = asdict(Options())
@@ -108,5 +108,4 @@ def _public_call(case: Case, backend: str, weight: Tensor | None) -> Call:
     given = {name: value for name, value in given.items() if value != default[name]}
     if weight is not None:
         given["weight"] = weight
-    function = loss_core.cross_entropy
-    return lambda logits, target: function(logits, target, backend=backend, **given)  # pyright: ignore[reportArgumentType]
+    return lambda logits, target: function(logits, target, backend=backend, **given)

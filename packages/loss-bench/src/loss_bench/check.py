@@ -238,7 +238,7 @@ class _CrossEntropyRows:
         return loss.where(self._keep, 0)
 
     def gradient(self, upstream: Tensor) -> tuple[Tensor, Tensor]:
-        """d loss / d logits times `upstream` (rows,), and the sum of the absolute values of its terms."""
+        """The gradient d loss / d logits times `upstream` (rows,), and the sum of the absolute values of its terms."""
         smoothing, classes = self._options.label_smoothing, self._x.shape[1]
         upstream = upstream.where(self._keep, 0)
         mass = (1 - smoothing) * self._own_weight + smoothing / classes * self._weight.sum()

@@ -167,7 +167,7 @@ def run(
 ) -> None:
     """Check and time backends on the same inputs.
 
-    Examples:
+    For example:
 
       loss-bench run
 

@@ -62,6 +62,7 @@ class PassWork:
         self._detached = [logits.detach() for logits in self.inputs.logits]
 
     def prepare(self, index: int) -> None:
+        """Clear the gradient, restore the logits, run the forward half of a backward pass."""
         which = index % len(self.inputs)
         logits = self.inputs.logits[which]
         # A gradient left over would turn the backward pass into an addition.
@@ -73,6 +74,7 @@ class PassWork:
             self._results[which] = self._forward(which)
 
     def run(self, index: int) -> None:
+        """The pass itself."""
         which = index % len(self.inputs)
         if self.pass_ == "backward":
             self._backward(which, self._results[which])
@@ -85,6 +87,7 @@ class PassWork:
                 self._backward(which, result)
 
     def finish(self, index: int) -> None:
+        """Let go of the result and the gradient."""
         which = index % len(self.inputs)
         self._results.pop(which, None)
         self.inputs.logits[which].grad = None
@@ -124,6 +127,7 @@ class CpuTimer:
         self._flush = flush or torch.zeros(_CPU_CACHE_BYTES, dtype=torch.int8).zero_
 
     def time(self, work: Work, iterations: int, warmup: int) -> list[float]:
+        """Milliseconds of each iteration, after the warm-up."""
         for index in range(warmup):
             _once(work, index)
         return [self._sample(work, index) for index in range(iterations)]
@@ -138,6 +142,7 @@ class CpuTimer:
         return elapsed * 1e3
 
     def estimate(self, work: Work) -> float:
+        """Milliseconds of one iteration in all, after one that warms up."""
         _once(work, 0)
         start = self._now()
         self._sample(work, 1)
@@ -158,6 +163,7 @@ class CudaTimer:
         self._flush = torch.empty(size, dtype=torch.int8, device=device).zero_
 
     def time(self, work: Work, iterations: int, warmup: int) -> list[float]:
+        """Milliseconds of each iteration, after the warm-up."""
         for index in range(warmup):
             _once(work, index)
         pairs = [(_event(), _event()) for _ in range(iterations)]
@@ -172,6 +178,7 @@ class CudaTimer:
         return [start.elapsed_time(end) for start, end in pairs]
 
     def estimate(self, work: Work) -> float:
+        """Milliseconds of one iteration in all, after one that warms up."""
         _once(work, 0)
         torch.cuda.synchronize(self._device)
         start = time.perf_counter()
@@ -263,7 +270,7 @@ def host_microseconds(
     batches only. The median over the batches is returned. On a CPU the arithmetic is part of it.
     """
     taken = []
-    for batch in range(batches + 1):
+    for _ in range(batches + 1):
         for index in range(calls):
             work.prepare(index)
         synchronize(device)

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from loss_bench.results import Report, Row
 
-Cell = str
+NOTHING = "-"
+"""Stands where there is no number."""
 
 
 @dataclass(frozen=True)
@@ -29,32 +30,32 @@ class Column:
     """
 
     title: str
-    cell: Callable[[Row], Cell]
+    cell: Callable[[Row], str]
     numeric: bool = True
 
 
 def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+    return NOTHING if value is None else format(value, form)
 
 
 def milliseconds(value: float | None) -> str:
     """Three significant digits or more."""
     if value is None:
-        return "–"
+        return NOTHING
     return f"{value:.4f}" if value < 0.1 else f"{value:.3f}" if value < 100 else f"{value:.1f}"
 
 
 def _spread(row: Row) -> str:
-    return f"{milliseconds(row.p20_ms)}–{milliseconds(row.p80_ms)}"
+    return f"{milliseconds(row.p20_ms)} - {milliseconds(row.p80_ms)}"
 
 
 def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0%}"
+    return NOTHING if value is None else f"{value:.0%}"
 
 
 def _error(row: Row) -> str:
     errors = [error for error in (row.loss_error, row.grad_error) if error is not None]
-    return " / ".join(f"{error:.0e}" for error in errors) or "–"
+    return " / ".join(f"{error:.0e}" for error in errors) or NOTHING
 
 
 COLUMNS = (
@@ -62,7 +63,7 @@ COLUMNS = (
     Column("dtype", lambda row: row.dtype, numeric=False),
     Column("backend", lambda row: row.backend, numeric=False),
     Column("median ms", lambda row: milliseconds(row.median_ms)),
-    Column("20–80% ms", _spread),
+    Column("20-80% ms", _spread),
     Column("GB/s", lambda row: _number(row.gb_s, ".0f")),
     Column("% of copy", lambda row: _share(row.copy_share)),
     Column("host us", lambda row: _number(row.host_us, ".0f")),
@@ -71,7 +72,7 @@ COLUMNS = (
     Column("error loss / grad", _error),
 )
 _LABELS = 3
-_DISPENSABLE = ("20–80% ms", "peak MiB", "GB/s", "host us", "error loss / grad", "% of copy", "dtype")
+_DISPENSABLE = ("20-80% ms", "peak MiB", "GB/s", "host us", "error loss / grad", "% of copy", "dtype")
 
 
 def groups(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -200,7 +201,7 @@ class Runner:
         counts = {}
         for contestant in list(timed):
             self._progress(f"{case} {pass_}: {contestant.backend.name}", share)
-            count, contestant.failure = attempt(lambda c=contestant: self._iterations(c.work(pass_)))
+            count, contestant.failure = attempt(partial(self._iterations, contestant, pass_))
             counts[contestant.backend.name] = count or 0
         for turn in range(_ROUNDS):
             for contestant in timed:
@@ -209,8 +210,8 @@ class Runner:
         for contestant in contestants:
             self._finish(case, pass_, kind, contestant)
 
-    def _iterations(self, work: measure.PassWork) -> int:
-        estimate = self._timer.estimate(work)
+    def _iterations(self, contestant: _Contestant, pass_: str) -> int:
+        estimate = self._timer.estimate(contestant.work(pass_))
         if self._plan.iterations is not None:
             return self._plan.iterations
         return measure.planned_iterations(estimate, self._plan.budget_ms, least=2 * _ROUNDS, most=60)

@@ -9,6 +9,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,22 +107,20 @@ def train_all(
 ) -> tuple[list[Curve], dict[str, Tensor]]:
     """Train with every backend; also the last step's logits and labels, for ``run --logits``."""
     data = batches(text, size, device, seed)
-    curves, saved = [], {}
+    curves: list[Curve] = []
+    saved: dict[str, Tensor] = {}
     for place, backend in enumerate(backends):
-        progress(f"training with {backend}", place / len(backends))
         tensors: dict[str, Tensor] = {}
-
-        def tell(step: int, backend: str = backend, place: int = place) -> None:
-            share = (place + step / size.steps) / len(backends)
-            progress(f"training with {backend}: step {step}", share)
-
-        curve, failure = attempt(lambda b=backend, t=tensors, s=tell: train_one(b, data, size, device, seed, t, s))
-        if failure is not None:
-            curve = Curve(backend, *failure)
-        curves.append(curve)
+        tell = partial(_tell, progress, backend, place / len(backends), size.steps * len(backends))
+        curve, failure = attempt(partial(train_one, backend, data, size, device, seed, tensors, tell))
+        curves.append(curve or Curve(backend, *(failure or ("error", ""))))
         saved = saved or tensors
     compare_curves(curves, size)
     return curves, saved
+
+
+def _tell(progress: Progress, backend: str, begun: float, steps: int, step: int) -> None:
+    progress(f"training with {backend}: step {step}", begun + step / steps)
 
 
 def train_one(

@@ -31,7 +31,9 @@ def refuse_options(
         options: of the call.
         known: names of the fields of `options` that the library has, and ``"weight"`` if it has class weights.
         reductions: those that it has.
-        weight, byte_lengths, num_items: of the call.
+        weight: of the call.
+        byte_lengths: of the call.
+        num_items: of the call.
 
     Raises:
         UnsupportedInput: naming all of them.
@@ -64,7 +66,7 @@ def refuse_dtype(tensor: Tensor, dtypes: Collection[torch.dtype]) -> None:
 
 @functools.cache
 def lazily(module: str, attribute: str) -> Any:
-    """``module.attribute``, imported on the first call; dots in `attribute` lead on. Costs nothing to speak of later."""
+    """``module.attribute``, imported on the first call; dots in `attribute` lead on. Later calls cost nothing."""
     found: Any = importlib.import_module(module)
     for name in attribute.split("."):
         found = getattr(found, name)
