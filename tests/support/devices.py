@@ -1,0 +1,41 @@
+"""Where the tests run, and on which backends."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+BACKENDS = ("torch", "triton", "cutedsl")
+
+
+def prepare() -> None:
+    """Set what has to be set before Triton is imported; without a GPU its kernels run in its interpreter."""
+    if not HAS_GPU:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        # The automatic choice would be the interpreter, which is slow.
+        os.environ.setdefault("LOSS_BACKEND", "torch")
+        # The workers of pytest-xdist share the cores.
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            torch.set_num_threads(1)
+
+
+def unavailable_reason(name: str) -> str:
+    """Why the backend `name` cannot run on ``DEVICE``, or ""."""
+    from loss_core import BackendUnavailable, get_backend
+
+    try:
+        device = torch.device(DEVICE, 0) if HAS_GPU else torch.device(DEVICE)
+        return get_backend(name).unavailable_reason(device)
+    except BackendUnavailable as error:
+        return str(error)
+
+
+def free_memory_gib() -> float:
+    """Memory of the device that a test may take."""
+    if not HAS_GPU:
+        return 0.0
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0] / 2**30
