@@ -1,0 +1,468 @@
+"""Softmax and log-softmax over (rows, classes), forward and backward.
+
+Two kernels each way, chosen by width: whole rows in registers, many narrow ones or a wide one per program; and a loop
+over the blocks of one long row. ``LOG`` makes softmax's kernels log-softmax's. The schedules are at the end of the
+kernels, the launchers at the end of the file.
+
+A row that does not start on a 16-byte boundary, or whose width is not a multiple of the vector, is read and written in
+three parts: up to the first boundary, whole vectors, and the rest. The parts outside the vectors are the *edge*.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from loss_core.backend import UnsupportedInput
+from torch import Tensor
+
+
+def _trace_name(name: str) -> Callable[[Any], str]:
+    """The name a profiler shows: both ops share a kernel."""
+    return lambda specialization: f"log_{name}" if specialization.constants["LOG"] else name
+
+
+@triton.jit
+def _body(row_ptr, classes, VECTOR: tl.constexpr):
+    """Where the vectors of a row start and how many elements they hold, in elements; everything if VECTOR is 1."""
+    if VECTOR == 1:
+        return 0, classes
+    else:
+        SIZE: tl.constexpr = row_ptr.dtype.element_ty.primitive_bitwidth // 8
+        start = row_ptr.to(tl.int64) // SIZE
+        head = tl.minimum((VECTOR - start % VECTOR) % VECTOR, classes).to(tl.int32)
+        return head, (classes - head) // VECTOR * VECTOR
+
+
+@triton.jit
+def _vectors(row_ptr, head, column, VECTOR: tl.constexpr):
+    """Pointers to columns counted from the first vector, with the alignment that the compiler cannot see."""
+    if VECTOR == 1:
+        return row_ptr + column
+    else:
+        return tl.multiple_of((row_ptr + head) + column, (1, 16))
+
+
+@triton.jit
+def _edge(head, body, classes, VECTOR: tl.constexpr):
+    """Columns of the elements outside the vectors, and which of the 2 * VECTOR lanes have one."""
+    lane = tl.arange(0, 2 * VECTOR)[None, :]
+    column = tl.where(lane < VECTOR, lane, head + body + lane - VECTOR)
+    return column, tl.where(lane < VECTOR, lane < head, column < classes)
+
+
+@triton.jit
+def _normalizer(total, LOG: tl.constexpr):
+    """What ``_normalized`` needs of the sum of exponentials: once per row, so it may be the exact division."""
+    if LOG:
+        return tl.log(total)
+    else:
+        return tl.div_rn(tl.full(total.shape, 1.0, tl.float32), total)
+
+
+@triton.jit
+def _normalized(shifted, normalizer, LOG: tl.constexpr):
+    """The result from x - max(x)."""
+    if LOG:
+        return shifted - normalizer
+    else:
+        return tl.exp(shifted) * normalizer
+
+
+@triton.jit(repr=_trace_name("softmax_fwd_kernel"), do_not_specialize=["rows"])
+def softmax_fwd_kernel(
+    input_ptr,
+    output_ptr,
+    rows,
+    classes,
+    input_stride,
+    output_stride,
+    LOG: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """y = exp(x - max(x)) / sum(exp(x - max(x))), or its logarithm. One program does ROWS rows, held in registers.
+
+    input_ptr: (rows, classes), floating point. output_ptr: (rows, classes), floating point.
+    BLOCK is at least classes. VECTOR > 1 peels the edge; both tensors then start their vectors at the same columns.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    x_row = input_ptr + row * input_stride
+    y_row = output_ptr + row * output_stride
+    head, body = _body(x_row, classes, VECTOR)
+    inside = (row < rows) & (column < body)
+
+    x = tl.load(
+        _vectors(x_row, head, column, VECTOR), mask=inside, other=float("-inf"), eviction_policy="evict_first"
+    ).to(tl.float32)
+    peak = tl.max(x, 1, keep_dims=True)
+    if VECTOR > 1:
+        edge, at_edge = _edge(head, body, classes, VECTOR)
+        at_edge = at_edge & (row < rows)
+        x_edge = tl.load(x_row + edge, mask=at_edge, other=float("-inf")).to(tl.float32)
+        peak = tl.maximum(peak, tl.max(x_edge, 1, keep_dims=True))
+
+    # A row of -inf has -inf - -inf = NaN here, as it should; so has one with +inf or NaN.
+    total = tl.sum(tl.exp(x - peak), 1, keep_dims=True)
+    if VECTOR > 1:
+        total += tl.sum(tl.exp(x_edge - peak), 1, keep_dims=True)
+    normalizer = _normalizer(total, LOG)
+
+    y = _normalized(x - peak, normalizer, LOG).to(output_ptr.dtype.element_ty)
+    tl.store(_vectors(y_row, head, column, VECTOR), y, mask=inside, eviction_policy="evict_first")
+    if VECTOR > 1:
+        y_edge = _normalized(x_edge - peak, normalizer, LOG).to(output_ptr.dtype.element_ty)
+        tl.store(y_row + edge, y_edge, mask=at_edge)
+
+
+@triton.jit(repr=_trace_name("softmax_fwd_long_kernel"))
+def softmax_fwd_long_kernel(
+    input_ptr,
+    output_ptr,
+    classes,
+    input_stride,
+    output_stride,
+    LOG: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HOLD: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """y = exp(x - max(x)) / sum(exp(x - max(x))), or its logarithm. One program does one row in two sweeps.
+
+    The first sweep carries maximum and sum of exponentials per lane, so that no warp waits for another before the row
+    is read. The last HOLD elements stay in registers; the second sweep reads the others again, latest first, while
+    caches still have them.
+
+    input_ptr: (rows, classes), floating point. output_ptr: (rows, classes), floating point.
+    LANES divides BLOCK and HOLD, BLOCK is at most HOLD. VECTOR as in softmax_fwd_kernel.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    x_row = input_ptr + row * input_stride
+    y_row = output_ptr + row * output_stride
+    head, body = _body(x_row, classes, VECTOR)
+    lane = tl.arange(0, LANES)[None, :]
+    column = tl.arange(0, BLOCK // LANES)[:, None] * LANES + lane
+    blocks = tl.cdiv(tl.maximum(body - HOLD, 0), BLOCK)
+    held_column = blocks * BLOCK + tl.arange(0, HOLD // LANES)[:, None] * LANES + lane
+    inside = held_column < body
+
+    lane_peak = tl.full((LANES,), float("-inf"), tl.float32)
+    lane_total = tl.zeros((LANES,), tl.float32)
+    for block in range(blocks):
+        x = tl.load(_vectors(x_row, head, block * BLOCK + column, VECTOR), eviction_policy="evict_last").to(tl.float32)
+        new_peak = tl.maximum(lane_peak, tl.max(x, 0))
+        # A lane that has seen only -inf subtracts 0, not -inf.
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        lane_total = lane_total * tl.exp(lane_peak - shift) + tl.sum(tl.exp(x - shift[None, :]), 0)
+        lane_peak = new_peak
+
+    held_ptr = _vectors(x_row, head, held_column, VECTOR)
+    held = tl.load(held_ptr, mask=inside, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
+    peak = tl.max(tl.maximum(lane_peak, tl.max(held, 0)), 0)
+    if VECTOR > 1:
+        edge, at_edge = _edge(head, body, classes, VECTOR)
+        x_edge = tl.load(x_row + edge, mask=at_edge, other=float("-inf")).to(tl.float32)
+        peak = tl.maximum(peak, tl.max(tl.max(x_edge, 1), 0))
+    total = tl.sum(lane_total * tl.exp(lane_peak - peak) + tl.sum(tl.exp(held - peak), 0), 0)
+    if VECTOR > 1:
+        total += tl.sum(tl.sum(tl.exp(x_edge - peak), 1), 0)
+    normalizer = _normalizer(total, LOG)
+
+    held_y = _normalized(held - peak, normalizer, LOG).to(output_ptr.dtype.element_ty)
+    tl.store(_vectors(y_row, head, held_column, VECTOR), held_y, mask=inside, eviction_policy="evict_first")
+    if VECTOR > 1:
+        y_edge = _normalized(x_edge - peak, normalizer, LOG).to(output_ptr.dtype.element_ty)
+        tl.store(y_row + edge, y_edge, mask=at_edge)
+    for block in range(blocks):
+        again = (blocks - 1 - block) * BLOCK + column
+        x = tl.load(_vectors(x_row, head, again, VECTOR), eviction_policy="evict_first").to(tl.float32)
+        y = _normalized(x - peak, normalizer, LOG).to(output_ptr.dtype.element_ty)
+        tl.store(_vectors(y_row, head, again, VECTOR), y, eviction_policy="evict_first")
+
+
+@triton.jit
+def _summand(g, y, LOG: tl.constexpr):
+    """What the backward sums over a row: the gradient's share along the output."""
+    if LOG:
+        return g
+    else:
+        return g * y
+
+
+@triton.jit
+def _input_gradient(g, y, total, LOG: tl.constexpr):
+    if LOG:
+        return g - tl.exp(y) * total
+    else:
+        return y * (g - total)
+
+
+@triton.jit(repr=_trace_name("softmax_bwd_kernel"), do_not_specialize=["rows"])
+def softmax_bwd_kernel(
+    grad_output_ptr,
+    output_ptr,
+    grad_input_ptr,
+    rows,
+    classes,
+    grad_output_stride,
+    output_stride,
+    grad_input_stride,
+    LOG: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """dx = y * (g - sum(g * y)), or for the logarithm g - exp(y) * sum(g). One program does ROWS rows, in registers.
+
+    grad_output_ptr, output_ptr, grad_input_ptr: (rows, classes), floating point.
+    BLOCK and VECTOR as in softmax_fwd_kernel.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    g_row = grad_output_ptr + row * grad_output_stride
+    y_row = output_ptr + row * output_stride
+    dx_row = grad_input_ptr + row * grad_input_stride
+    head, body = _body(y_row, classes, VECTOR)
+    inside = (row < rows) & (column < body)
+
+    g_ptr = _vectors(g_row, head, column, VECTOR)
+    y_ptr = _vectors(y_row, head, column, VECTOR)
+    g = tl.load(g_ptr, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    y = tl.load(y_ptr, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    total = tl.sum(_summand(g, y, LOG), 1, keep_dims=True)
+    if VECTOR > 1:
+        edge, at_edge = _edge(head, body, classes, VECTOR)
+        at_edge = at_edge & (row < rows)
+        g_edge = tl.load(g_row + edge, mask=at_edge, other=0.0).to(tl.float32)
+        y_edge = tl.load(y_row + edge, mask=at_edge, other=0.0).to(tl.float32)
+        total += tl.sum(_summand(g_edge, y_edge, LOG), 1, keep_dims=True)
+
+    dx = _input_gradient(g, y, total, LOG).to(grad_input_ptr.dtype.element_ty)
+    tl.store(_vectors(dx_row, head, column, VECTOR), dx, mask=inside, eviction_policy="evict_first")
+    if VECTOR > 1:
+        dx_edge = _input_gradient(g_edge, y_edge, total, LOG).to(grad_input_ptr.dtype.element_ty)
+        tl.store(dx_row + edge, dx_edge, mask=at_edge)
+
+
+@triton.jit(repr=_trace_name("softmax_bwd_long_kernel"))
+def softmax_bwd_long_kernel(
+    grad_output_ptr,
+    output_ptr,
+    grad_input_ptr,
+    classes,
+    grad_output_stride,
+    output_stride,
+    grad_input_stride,
+    LOG: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HOLD: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """dx = y * (g - sum(g * y)), or for the logarithm g - exp(y) * sum(g). One program does one row in two sweeps.
+
+    The sweeps are those of softmax_fwd_long_kernel. The logarithm's first one reads g alone.
+
+    grad_output_ptr, output_ptr, grad_input_ptr: (rows, classes), floating point.
+    BLOCK, HOLD, LANES and VECTOR as in softmax_fwd_long_kernel.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    g_row = grad_output_ptr + row * grad_output_stride
+    y_row = output_ptr + row * output_stride
+    dx_row = grad_input_ptr + row * grad_input_stride
+    head, body = _body(y_row, classes, VECTOR)
+    lane = tl.arange(0, LANES)[None, :]
+    column = tl.arange(0, BLOCK // LANES)[:, None] * LANES + lane
+    blocks = tl.cdiv(tl.maximum(body - HOLD, 0), BLOCK)
+    held_column = blocks * BLOCK + tl.arange(0, HOLD // LANES)[:, None] * LANES + lane
+    inside = held_column < body
+
+    lane_total = tl.zeros((LANES,), tl.float32)
+    for block in range(blocks):
+        g_ptr = _vectors(g_row, head, block * BLOCK + column, VECTOR)
+        g = tl.load(g_ptr, eviction_policy="evict_last").to(tl.float32)
+        if LOG:
+            lane_total += tl.sum(g, 0)
+        else:
+            y_ptr = _vectors(y_row, head, block * BLOCK + column, VECTOR)
+            y = tl.load(y_ptr, eviction_policy="evict_last").to(tl.float32)
+            lane_total += tl.sum(g * y, 0)
+
+    held_g_ptr = _vectors(g_row, head, held_column, VECTOR)
+    held_y_ptr = _vectors(y_row, head, held_column, VECTOR)
+    held_g = tl.load(held_g_ptr, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    held_y = tl.load(held_y_ptr, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    total = tl.sum(lane_total + tl.sum(_summand(held_g, held_y, LOG), 0), 0)
+    if VECTOR > 1:
+        edge, at_edge = _edge(head, body, classes, VECTOR)
+        g_edge = tl.load(g_row + edge, mask=at_edge, other=0.0).to(tl.float32)
+        y_edge = tl.load(y_row + edge, mask=at_edge, other=0.0).to(tl.float32)
+        total += tl.sum(tl.sum(_summand(g_edge, y_edge, LOG), 1), 0)
+
+    held_dx = _input_gradient(held_g, held_y, total, LOG).to(grad_input_ptr.dtype.element_ty)
+    tl.store(_vectors(dx_row, head, held_column, VECTOR), held_dx, mask=inside, eviction_policy="evict_first")
+    if VECTOR > 1:
+        dx_edge = _input_gradient(g_edge, y_edge, total, LOG).to(grad_input_ptr.dtype.element_ty)
+        tl.store(dx_row + edge, dx_edge, mask=at_edge)
+    for block in range(blocks):
+        again = (blocks - 1 - block) * BLOCK + column
+        g = tl.load(_vectors(g_row, head, again, VECTOR), eviction_policy="evict_first").to(tl.float32)
+        y = tl.load(_vectors(y_row, head, again, VECTOR), eviction_policy="evict_first").to(tl.float32)
+        dx = _input_gradient(g, y, total, LOG).to(grad_input_ptr.dtype.element_ty)
+        tl.store(_vectors(dx_row, head, again, VECTOR), dx, eviction_policy="evict_first")
+
+
+class Schedule(NamedTuple):
+    """How a width is done: `rows` whole rows per program of `block` elements; or, if `hold`, the loop."""
+
+    rows: int
+    block: int
+    hold: int
+    warps: int
+
+
+# Widest row that stays in registers, by direction; beyond it, the loop.
+_WHOLE = {"forward": 32768, "backward": 16384}
+_NARROW_TILE = 2048
+_SPAN = {1: 8, 2: 8, 4: 4}
+
+
+@functools.cache
+def _schedule(direction: str, classes: int, size: int) -> Schedule:
+    """The schedule of rows of `classes` elements, of which the widest tensor's have `size` bytes."""
+    if classes <= _WHOLE[direction]:
+        block = triton.next_power_of_2(classes)
+        rows = max(1, _NARROW_TILE // block)
+        return Schedule(rows, block, 0, min(max(rows * block // 1024, 1), 16))
+    return Schedule(1, 8192, 16384, 16)
+
+
+_MAX_WARPS = 16 if torch.version.hip else 32
+"""A work-group of an AMD GPU has at most 16 wavefronts."""
+
+
+def _vector(classes: int, tensors: tuple[Tensor, ...]) -> int:
+    """1 where every access is aligned as it is, or none can be; else the width of the vectors between the edges."""
+    width = 4
+    multiple = classes
+    for tensor in tensors:
+        width = max(width, 16 // tensor.element_size())
+        multiple |= tensor.stride(0) | tensor.data_ptr()
+    if not multiple & 15:
+        return 1
+    starts = {(tensor.data_ptr() // tensor.element_size()) % width for tensor in tensors}
+    steps = {tensor.stride(0) % width for tensor in tensors}
+    return width if len(starts) == 1 and (len(steps) == 1 or tensors[0].shape[0] == 1) else 1
+
+
+def _check(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.dtype == torch.float64:
+            raise UnsupportedInput("float64: the kernels compute in float32")
+
+
+def softmax_forward(input: Tensor, output: Tensor) -> None:
+    """``output <- softmax(input)`` over (rows, classes)."""
+    _forward(input, output, LOG=False)
+
+
+def log_softmax_forward(input: Tensor, output: Tensor) -> None:
+    """``output <- log_softmax(input)`` over (rows, classes)."""
+    _forward(input, output, LOG=True)
+
+
+def softmax_backward(grad_output: Tensor, output: Tensor, grad_input: Tensor) -> None:
+    """``grad_input <- d softmax`` from the gradient of its result and the result itself."""
+    _backward(grad_output, output, grad_input, LOG=False)
+
+
+def log_softmax_backward(grad_output: Tensor, output: Tensor, grad_input: Tensor) -> None:
+    """``grad_input <- d log_softmax`` from the gradient of its result and the result itself."""
+    _backward(grad_output, output, grad_input, LOG=True)
+
+
+def _forward(input: Tensor, output: Tensor, LOG: bool) -> None:
+    _check(input, output)
+    rows, classes = input.shape
+    if not rows or not classes:
+        return
+    size = max(input.element_size(), output.element_size())
+    schedule = _schedule("forward", classes, size)
+    vector = _vector(classes, (input, output))
+    if schedule.hold:
+        softmax_fwd_long_kernel[(rows,)](
+            input,
+            output,
+            classes,
+            input.stride(0),
+            output.stride(0),
+            LOG=LOG,
+            BLOCK=schedule.block,
+            HOLD=schedule.hold,
+            LANES=schedule.warps * 32 * 16 // size,
+            VECTOR=vector,
+            num_warps=schedule.warps,
+        )
+    else:
+        softmax_fwd_kernel[(triton.cdiv(rows, schedule.rows),)](
+            input,
+            output,
+            rows,
+            classes,
+            input.stride(0),
+            output.stride(0),
+            LOG=LOG,
+            ROWS=schedule.rows,
+            BLOCK=schedule.block,
+            VECTOR=vector,
+            num_warps=schedule.warps,
+        )
+
+
+def _backward(grad_output: Tensor, output: Tensor, grad_input: Tensor, LOG: bool) -> None:
+    _check(grad_output, output, grad_input)
+    rows, classes = output.shape
+    if not rows or not classes:
+        return
+    size = max(output.element_size(), grad_input.element_size())
+    schedule = _schedule("backward", classes, size)
+    vector = _vector(classes, (output, grad_output, grad_input))
+    if schedule.hold:
+        softmax_bwd_long_kernel[(rows,)](
+            grad_output,
+            output,
+            grad_input,
+            classes,
+            grad_output.stride(0),
+            output.stride(0),
+            grad_input.stride(0),
+            LOG=LOG,
+            BLOCK=schedule.block,
+            HOLD=schedule.hold,
+            LANES=schedule.warps * 32 * 16 // size,
+            VECTOR=vector,
+            num_warps=schedule.warps,
+        )
+    else:
+        softmax_bwd_kernel[(triton.cdiv(rows, schedule.rows),)](
+            grad_output,
+            output,
+            grad_input,
+            rows,
+            classes,
+            grad_output.stride(0),
+            output.stride(0),
+            grad_input.stride(0),
+            LOG=LOG,
+            ROWS=schedule.rows,
+            BLOCK=schedule.block,
+            VECTOR=vector,
+            num_warps=schedule.warps,
+        )
