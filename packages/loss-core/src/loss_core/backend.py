@@ -135,7 +135,8 @@ class CrossEntropyForward(NamedTuple):
         loss: () for the scalar reductions, (R,) for ``"none"``.
         lse: (R,), log-sum-exp of each row after scale and softcap. An ignored row may hold anything unless ``stats``.
         denominator: (1,), what the sum was divided by, for ``"mean"`` and ``"byte_mean"``, else None.
-        z_loss: with ``stats``, the z-loss part of ``loss``, in its shape, else None.
+        z_loss: with ``stats``, the z-loss part of ``loss``, in its shape, else None. Not looked at where the option
+            is 0.
         prediction: with ``stats``, (R,) int64, the first class of the largest scaled logit (a softcap is monotonic,
             so it is taken before it, where rounding makes no ties), else None.
         correct: with ``stats``, (R,) bool, prediction == target, False where ignored, else None.

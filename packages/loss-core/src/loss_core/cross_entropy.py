@@ -175,7 +175,8 @@ def cross_entropy_with_stats(
     shape = operands.shape
     return CrossEntropyStats(
         result.loss,
-        result.z_loss,  # type: ignore[arg-type]
+        # Without the option 0, in rows too whose lse is not finite.
+        result.z_loss if options.z_loss > 0 else torch.zeros_like(result.loss),  # type: ignore[arg-type]
         result.lse.view(shape),
         result.prediction.view(shape),  # type: ignore[union-attr]
         result.correct.view(shape),  # type: ignore[union-attr]

@@ -58,10 +58,7 @@ def cross_entropy_forward(
         loss[rows] = _row_loss(x, lse[rows], piece, weight, options)
         if grad is not None:
             grad[rows] = _row_gradient(x, lse[rows], piece, weight, options, factor)
-    z_loss = None
-    if stats:
-        # Without the option 0, in rows too whose lse is not finite.
-        z_loss = torch.where(targets.live, options.z_loss * lse**2, 0) if options.z_loss else torch.zeros_like(loss)
+    z_loss = torch.where(targets.live, options.z_loss * lse**2, 0) if stats else None
     if options.reduction != "none":
         loss, z_loss = (None if part is None else part.sum() * 1 for part in (loss, z_loss))
         if denominator is not None:
