@@ -75,17 +75,10 @@ def _normalized(shifted, normalizer, LOG: tl.constexpr):
 
 @triton.jit(repr=_trace_name("softmax_fwd_kernel"), do_not_specialize=["rows"])
 def softmax_fwd_kernel(
-    input_ptr,
-    output_ptr,
-    rows,
-    classes,
-    input_stride,
-    output_stride,
-    LOG: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    input_ptr, output_ptr,
+    rows, classes, input_stride, output_stride,
+    LOG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """y = exp(x - max(x)) / sum(exp(x - max(x))), or its logarithm. One program does ROWS rows, held in registers.
 
     input_ptr: (rows, classes), floating point. output_ptr: (rows, classes), floating point.
@@ -123,17 +116,10 @@ def softmax_fwd_kernel(
 
 @triton.jit(repr=_trace_name("softmax_fwd_long_kernel"))
 def softmax_fwd_long_kernel(
-    input_ptr,
-    output_ptr,
-    classes,
-    input_stride,
-    output_stride,
-    LOG: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HOLD: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    input_ptr, output_ptr,
+    classes, input_stride, output_stride,
+    LOG: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """y = exp(x - max(x)) / sum(exp(x - max(x))), or its logarithm. One program does one row in two sweeps.
 
     The first sweep carries maximum and sum of exponentials per lane, so that no warp waits for another before the row
@@ -206,19 +192,10 @@ def _input_gradient(g, y, total, LOG: tl.constexpr):
 
 @triton.jit(repr=_trace_name("softmax_bwd_kernel"), do_not_specialize=["rows"])
 def softmax_bwd_kernel(
-    grad_output_ptr,
-    output_ptr,
-    grad_input_ptr,
-    rows,
-    classes,
-    grad_output_stride,
-    output_stride,
-    grad_input_stride,
-    LOG: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    grad_output_ptr, output_ptr, grad_input_ptr,
+    rows, classes, grad_output_stride, output_stride, grad_input_stride,
+    LOG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """dx = y * (g - sum(g * y)), or for the logarithm g - exp(y) * sum(g). One program does ROWS rows, in registers.
 
     grad_output_ptr, output_ptr, grad_input_ptr: (rows, classes), floating point.
@@ -253,19 +230,10 @@ def softmax_bwd_kernel(
 
 @triton.jit(repr=_trace_name("softmax_bwd_long_kernel"))
 def softmax_bwd_long_kernel(
-    grad_output_ptr,
-    output_ptr,
-    grad_input_ptr,
-    classes,
-    grad_output_stride,
-    output_stride,
-    grad_input_stride,
-    LOG: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HOLD: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    grad_output_ptr, output_ptr, grad_input_ptr,
+    classes, grad_output_stride, output_stride, grad_input_stride,
+    LOG: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """dx = y * (g - sum(g * y)), or for the logarithm g - exp(y) * sum(g). One program does one row in two sweeps.
 
     The sweeps are those of softmax_fwd_long_kernel. The logarithm's first one reads g alone.
