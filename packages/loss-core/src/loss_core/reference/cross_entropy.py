@@ -43,7 +43,7 @@ def cross_entropy_forward(
     """See ``loss_core.backend``."""
     dtype = accumulation_dtype(logits.dtype)
     targets = _targets(target, weight, options.ignore_index, logits.shape[1], dtype)
-    denominator = _denominator(targets, byte_lengths, num_items, options, dtype)
+    denominator = _denominator(targets, weight, byte_lengths, num_items, options, dtype)
     factor = torch.ones((), dtype=dtype, device=logits.device) if denominator is None else 1 / denominator
     loss = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
     lse = torch.empty_like(loss)
@@ -127,6 +127,7 @@ def _targets(target: Tensor, weight: Tensor | None, ignore_index: int, classes: 
 
 def _denominator(
     targets: _Targets,
+    weight: Tensor | None,
     byte_lengths: Tensor | None,
     num_items: Tensor | float | None,
     options: CrossEntropyOptions,
@@ -138,7 +139,9 @@ def _denominator(
         return num_items.to(dtype).reshape(1)
     if num_items is not None:
         return torch.full((1,), num_items, dtype=dtype, device=targets.live.device)
-    counted = targets.weight.nan_to_num(1.0) if byte_lengths is None else byte_lengths
+    # A target out of range has no weight to add, but is a row.
+    of_invalid = 1.0 if weight is None else 0.0
+    counted = targets.weight.nan_to_num(of_invalid) if byte_lengths is None else byte_lengths
     return torch.where(targets.live, counted, 0).sum().to(dtype).reshape(1)
 
 
