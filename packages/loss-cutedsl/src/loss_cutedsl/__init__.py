@@ -1,0 +1,112 @@
+"""The CuTe DSL backend of loss-core: cross-entropy, softmax and log-softmax on NVIDIA GPUs from sm_80 on.
+
+loss-core finds this module by its entry point; ``loss_core.cross_entropy(..., backend="cutedsl")`` is the way to call
+it. The functions below are the contract of ``loss_core.backend``. Importing this module imports neither the DSL nor
+any kernel: that happens at the first question whether the backend is available, or at the first call.
+"""
+
+from __future__ import annotations
+
+import torch
+from loss_core.backend import CrossEntropyForward, CrossEntropyOptions
+from torch import Tensor
+
+from .__about__ import __version__
+
+__all__ = [
+    "API_VERSION",
+    "OPS",
+    "__version__",
+    "cross_entropy_backward",
+    "cross_entropy_forward",
+    "cross_entropy_rescale",
+    "log_softmax_backward",
+    "log_softmax_forward",
+    "softmax_backward",
+    "softmax_forward",
+    "unavailable_reason",
+]
+
+API_VERSION = 1
+OPS = ("cross_entropy", "softmax", "log_softmax")
+
+
+def unavailable_reason(device: torch.device) -> str | None:
+    """Why the kernels cannot run on ``device`` here and now, or None if they can."""
+    from . import _environment
+
+    return _environment.unavailable_reason(device)
+
+
+def cross_entropy_forward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    byte_lengths: Tensor | None,
+    num_items: float | Tensor | None,
+    options: CrossEntropyOptions,
+    *,
+    grad: Tensor | None,
+    stats: bool,
+) -> CrossEntropyForward:
+    """Loss, and with ``grad`` its gradient too, the logits read once."""
+    from . import cross_entropy
+
+    return cross_entropy.forward(
+        logits, target, weight, byte_lengths, num_items, options, grad=grad, stats=stats
+    )
+
+
+def cross_entropy_backward(
+    grad_loss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    lse: Tensor,
+    denominator: Tensor | None,
+    options: CrossEntropyOptions,
+    *,
+    grad: Tensor,
+    skip_if_one: bool,
+) -> None:
+    """The gradient recomputed from logits and lse, times the upstream gradient."""
+    from . import cross_entropy
+
+    cross_entropy.backward(
+        grad_loss, logits, target, weight, lse, denominator, options, grad=grad, skip_if_one=skip_if_one
+    )
+
+
+def cross_entropy_rescale(grad_loss: Tensor, grad: Tensor) -> None:
+    """``grad *= grad_loss``, in place; reads one number where that is 1."""
+    from . import cross_entropy
+
+    cross_entropy.rescale(grad_loss, grad)
+
+
+def softmax_forward(input: Tensor, output: Tensor) -> None:
+    """``output = softmax(input)`` along the last dimension."""
+    from . import softmax
+
+    softmax.softmax_forward(input, output)
+
+
+def softmax_backward(grad_output: Tensor, output: Tensor, grad_input: Tensor) -> None:
+    """``grad_input`` of softmax, from its output."""
+    from . import softmax
+
+    softmax.softmax_backward(grad_output, output, grad_input)
+
+
+def log_softmax_forward(input: Tensor, output: Tensor) -> None:
+    """``output = log_softmax(input)`` along the last dimension."""
+    from . import softmax
+
+    softmax.log_softmax_forward(input, output)
+
+
+def log_softmax_backward(grad_output: Tensor, output: Tensor, grad_input: Tensor) -> None:
+    """``grad_input`` of log_softmax, from its output."""
+    from . import softmax
+
+    softmax.log_softmax_backward(grad_output, output, grad_input)

@@ -1,0 +1,112 @@
+"""From a kernel class to something that can be called: compile, keep, keep on disk.
+
+A compiled kernel is looked for in this process, then in the cache folder, and compiled only if neither has it. The
+key holds everything that changes machine code: the class and its compile-time facts, the architecture, the versions
+of the DSL and of its call interface, and a digest of this package's sources. Files appear by an atomic rename, so
+processes may race for one: each then has a whole file, and the last one stays.
+
+``LOSS_CUTEDSL_CACHE`` names the folder (default ``~/.cache/loss-cutedsl``); empty for none.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import tempfile
+import threading
+from importlib import metadata
+from pathlib import Path
+
+from cutlass import cute
+
+_lock = threading.RLock()
+_kept: dict[tuple, object] = {}
+
+compilations = 0
+"""How many kernels this process has compiled, cached ones not counted."""
+
+
+@functools.cache
+def _sources() -> str:
+    """Digest of the sources that kernels are made of, and of the versions of what compiles them."""
+    digest = hashlib.sha256()
+    for name in ("_compile.py", "_device.py", "_schedule.py", "cross_entropy.py", "softmax.py"):
+        digest.update(Path(__file__).with_name(name).read_bytes())
+    for distribution in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
+        digest.update(f"{distribution} {metadata.version(distribution)}\n".encode())
+    return digest.hexdigest()
+
+
+def cache_folder() -> Path | None:
+    """Where compiled kernels are kept between processes, or None."""
+    named = os.environ.get("LOSS_CUTEDSL_CACHE")
+    if named is not None:
+        return Path(named) if named else None
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(root) / "loss-cutedsl"
+
+
+def compiled(kernel_class, facts: tuple, make, arguments, architecture: str):
+    """The compiled form of ``make()``, an instance of ``kernel_class`` with these compile-time ``facts``.
+
+    Args:
+        kernel_class: class with a host ``__call__``.
+        facts: everything that ``make`` depends on, of types whose repr says all (numbers, strings, tuples).
+        make: makes the instance; called only to compile.
+        arguments: ``make() -> arguments`` of ``__call__`` to compile for, without the stream.
+        architecture: such as "sm_90a".
+
+    Returns:
+        A function of ``__call__``'s arguments as Python numbers, the last one the stream's address.
+    """
+    key = (kernel_class.__name__, facts, architecture)
+    found = _kept.get(key)
+    if found is None:
+        with _lock:
+            found = _kept.get(key)
+            if found is None:
+                found = _kept[key] = _load_or_compile(key, make, arguments)
+    return found
+
+
+def _load_or_compile(key, make, arguments):
+    name, facts, architecture = key
+    digest = hashlib.sha256(f"{_sources()} {key!r}".encode()).hexdigest()[:32]
+    # The name of the exported function; objects in one process must not share it.
+    symbol = f"loss_cutedsl_{digest}"
+    folder = cache_folder()
+    path = folder / f"{name}-{architecture}-{digest}.o" if folder is not None else None
+    if path is not None and path.is_file():
+        try:
+            return _load(path, symbol)
+        except Exception:
+            # A damaged file, or one of an incompatible loader: it is replaced below.
+            path.unlink(missing_ok=True)
+    global compilations
+    compilations += 1
+    function = cute.compile(
+        make(),
+        *arguments(),
+        cute.runtime.make_fake_stream(),
+        options=f"--enable-tvm-ffi --opt-level 3 --gpu-arch {architecture}",
+    )
+    if path is None:
+        return function
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{digest[:8]}-", suffix=".o")
+        os.close(handle)
+        try:
+            function.export_to_c(temporary, function_name=symbol)
+            os.replace(temporary, path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+    except OSError:
+        # A read-only or full disk costs the next process a compilation, no more.
+        return function
+    return _load(path, symbol)
+
+
+def _load(path: Path, symbol: str):
+    return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), symbol)

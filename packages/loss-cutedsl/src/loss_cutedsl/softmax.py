@@ -1,0 +1,523 @@
+"""Softmax and log-softmax, forward and backward.
+
+With c = log2(e), offset = c * max x and total = sum 2**(c * x - offset), over each row of V classes::
+
+    softmax      y = 2**(c * x - offset) / total                    dx = y * (dy - sum_j dy[j] * y[j])
+    log-softmax  y = ln2 * ((c * x - offset) - log2 total)          dx = dy - exp(y) * sum_j dy[j]
+
+All in float32, each element rounded once; ``offset`` is rounded once and used as if exact, so that a row far from
+zero loses nothing. The sum runs online, with a running maximum (Milakov and Gimelshein 2018). Where a row fits in
+shared memory it is read once, and the next row's copies run under the stores of this one; longer rows are read twice.
+A row that has NaN or +inf, or only -inf, gives NaN.
+
+Prefixes: ``g_`` global address (Int64), ``s_`` shared-memory address (Int32). Sizes: R rows, V classes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from . import _schedule
+from ._compile import compiled
+
+from ._device import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    StagedRows,
+    add,
+    cluster_barrier,
+    commit,
+    divide,
+    exp2,
+    fma,
+    load_element,
+    load_global_or,
+    load_shared,
+    log2,
+    maximum,
+    pack,
+    store_element,
+    store_global,
+    tree,
+    unpack,
+    wait,
+)
+from ._launch import DTYPES, is_ragged, machine_of, most_vectors, require, stream_of
+from ._schedule import VECTOR_BYTES, Schedule
+
+ENTRY_WORDS = 2
+
+
+class SoftmaxForward(StagedRows):
+    """y = softmax(x) or log_softmax(x) over rows. ``held``: rows are kept in shared memory."""
+
+    def __init__(self, dtype, schedule: Schedule, ragged: bool, *, log: bool, held: bool):
+        super().__init__(dtype, schedule, ragged, ENTRY_WORDS)
+        self.log = log
+        self.held = held
+
+    @cute.jit
+    def __call__(
+        self,
+        g_input: Int64,  # (R, V)
+        input_stride: Int64,
+        g_output: Int64,  # (R, V)
+        output_stride: Int64,
+        rows: Int32,
+        cols: Int32,
+        chunks: Int32,
+        grid: Int32,
+        shared_bytes: Int32,
+        stream,
+    ):
+        self.softmax_forward_kernel(g_input, input_stride, g_output, output_stride, rows, cols, chunks).launch(
+            grid=[grid, 1, 1],
+            block=[self.threads, 1, 1],
+            cluster=[self.cluster, 1, 1] if self.cluster > 1 else None,
+            smem=shared_bytes,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def softmax_forward_kernel(
+        self,
+        g_input: Int64,
+        input_stride: Int64,
+        g_output: Int64,
+        output_stride: Int64,
+        rows: Int32,
+        cols: Int32,
+        chunks: Int32,
+    ):
+        """One group of threads (a warp, a block or a cluster) takes rows in turn."""
+        thread, group, rank, first_row, row_step = self.place()
+        first = rank * self.row_threads + thread
+        s_scratch = Int32(cute.arch.get_dyn_smem(Uint32, 128).toint())
+        stage_bytes = chunks * (self.unroll * self.row_threads * VECTOR_BYTES)
+        s_slots = s_scratch + self.scratch_bytes + group * (self.stages * stage_bytes) + thread * VECTOR_BYTES
+        g_end = g_input + (Int64(rows - 1) * input_stride + Int64(cols)) * self.element_bytes
+        if cutlass.const_expr(self.held):
+            self.fill_tails(s_slots, chunks, cols, first, self.lowest())
+        if cutlass.const_expr(self.cluster > 1):
+            # A block must not write to the shared memory of one that has not started.
+            cluster_barrier()
+        if cutlass.const_expr(self.held):
+            for s in cutlass.range_constexpr(self.stages):
+                early_row = first_row + s * row_step
+                if early_row < rows:
+                    g_early, early_phase, early_vectors = self.span(g_input, input_stride, early_row, cols)
+                    early_low, early_high = self.inside(g_early, early_vectors, g_input, g_end)
+                    s_early = s_slots + s * stage_bytes
+                    self.start_row(s_early, g_early, first, chunks, early_low, early_high)
+                    self.copy_edges(
+                        s_early, g_early, first, early_phase, early_vectors, early_low, early_high, cols
+                    )
+                commit()
+        stage = Int32(0)
+        parity = Int32(0)
+        for row in cutlass.range(first_row, rows, row_step, unroll=1):
+            g_vectors, phase, vectors = self.span(g_input, input_stride, row, cols)
+            g_out, out_phase, out_vectors = self.span(g_output, output_stride, row, cols)
+            s_row = s_slots + stage * stage_bytes
+            offset = Float32(LOWEST)
+            total = Float32(0.0)
+            if cutlass.const_expr(self.held):
+                wait(self.stages - 1)
+                self.mask_edges(s_row, first, phase, vectors, chunks * self.unroll, cols, Float32(float("-inf")))
+            for chunk in cutlass.range(chunks, unroll=1):
+                words = self.chunk_words(s_row, g_vectors, first, chunk, phase, vectors, cols)
+                raw = []
+                for u in cutlass.range_constexpr(self.unroll):
+                    raw = raw + unpack(self.dtype, words[u])
+                offset, total = self.absorb(raw, offset, total)
+            if cutlass.const_expr(self.ragged and not self.held):
+                if self.owns(first, Int32(0)) & (not self.whole(Int32(0), phase, vectors, cols)):
+                    raw = self.load_edge(g_vectors, Int32(0), phase, cols, float("-inf"))
+                    offset, total = self.absorb(raw, offset, total)
+                last = vectors - 1
+                if (last > 0) & self.owns(first, last) & (not self.whole(last, phase, vectors, cols)):
+                    raw = self.load_edge(g_vectors, last, phase, cols, float("-inf"))
+                    offset, total = self.absorb(raw, offset, total)
+            parity = parity ^ 1
+            offset, total, sums, best = self.reduce_row(s_scratch, parity, thread, rank, offset, total)
+            log_total = log2(total)
+            inverse = divide(Float32(1.0), total)
+
+            next_row = row + self.stages * row_step
+            g_next, next_phase, next_vectors = self.span(g_input, input_stride, next_row, cols)
+            next_low, next_high = self.inside(g_next, next_vectors, g_input, g_end)
+            if next_row >= rows:
+                next_low = Int32(0)
+                next_high = Int32(0)
+                next_vectors = Int32(0)
+            aligned = True
+            if cutlass.const_expr(self.ragged):
+                aligned = out_phase == phase
+            if aligned:
+                if cutlass.const_expr(self.ragged):
+                    if self.owns(first, Int32(0)):
+                        self.write_edge(g_vectors, Int32(0), phase, g_out, cols, offset, log_total, inverse)
+                    if self.owns(first, vectors - 1):
+                        self.write_edge(g_vectors, vectors - 1, phase, g_out, cols, offset, log_total, inverse)
+                for chunk in cutlass.range(chunks, unroll=1):
+                    words = self.chunk_words(s_row, g_vectors, first, chunk, phase, vectors, cols)
+                    for u in cutlass.range_constexpr(self.unroll):
+                        index = chunk * self.unroll + u
+                        vector = self.vector(first, index)
+                        values = self.results(unpack(self.dtype, words[u]), offset, log_total, inverse)
+                        whole = self.whole(vector, phase, vectors, cols)
+                        store_global(g_out + Int64(vector) * VECTOR_BYTES, pack(self.dtype, values), whole)
+                        if cutlass.const_expr(self.held):
+                            self.start(s_row, g_next, first, index, next_low, next_high)
+            else:
+                # Vectors of input and output do not coincide: element by element, the input once more from the cache.
+                if cutlass.const_expr(self.held):
+                    self.start_row(s_row, g_next, first, chunks, next_low, next_high)
+                for col in cutlass.range(first, cols, self.step, unroll=1):
+                    x = load_element(self.dtype, g_vectors + (Int64(phase) + Int64(col)) * self.element_bytes)
+                    values = self.results([x], offset, log_total, inverse)
+                    store_element(self.dtype, g_out + (Int64(out_phase) + Int64(col)) * self.element_bytes, values[0])
+            if cutlass.const_expr(self.held):
+                self.copy_edges(s_row, g_next, first, next_phase, next_vectors, next_low, next_high, cols)
+                commit()
+                stage = stage + 1
+                if stage == self.stages:
+                    stage = Int32(0)
+
+    def chunk_words(self, s_row, g_vectors, first, chunk, phase, vectors, cols):
+        """The words of one chunk of a row, -inf where a vector is not (all of) the row's."""
+        words = []
+        for u in range(self.unroll):
+            index = chunk * self.unroll + u
+            if self.held:
+                words.append(load_shared(self.slot(s_row, index)))
+            else:
+                vector = self.vector(first, index)
+                whole = self.whole(vector, phase, vectors, cols)
+                words.append(load_global_or(g_vectors + Int64(vector) * VECTOR_BYTES, whole, self.lowest()))
+        return words
+
+    def absorb(self, raw, offset, total):
+        """Take elements into the running (offset, total)."""
+        raised = maximum(offset, tree(raw, maximum) * Float32(LOG2E))
+        fresh = [exp2(fma(x, Float32(LOG2E), Float32(0.0) - raised)) for x in raw]
+        return raised, fma(total, exp2(offset - raised), tree(fresh, add))
+
+    def results(self, raw, offset, log_total, inverse):
+        """Output elements from input elements."""
+        exponents = [fma(x, Float32(LOG2E), Float32(0.0) - offset) for x in raw]
+        if self.log:
+            return [(value - log_total) * Float32(LN2) for value in exponents]
+        return [exp2(value) * inverse for value in exponents]
+
+    def write_edge(self, g_vectors, vector, phase, g_out, cols, offset, log_total, inverse):
+        raw = self.load_edge(g_vectors, vector, phase, cols)
+        self.store_edge(g_out, vector, phase, cols, self.results(raw, offset, log_total, inverse))
+
+
+class SoftmaxBackward(StagedRows):
+    """dx from dy and y, of softmax or log_softmax, over rows. A stage holds a row of y and one of dy."""
+
+    def __init__(self, dtype, schedule: Schedule, ragged: bool, *, log: bool, held: bool):
+        super().__init__(dtype, schedule, ragged, ENTRY_WORDS)
+        self.log = log
+        self.held = held
+
+    @cute.jit
+    def __call__(
+        self,
+        g_upstream: Int64,  # dy (R, V)
+        upstream_stride: Int64,
+        g_output: Int64,  # y (R, V)
+        output_stride: Int64,
+        g_grad: Int64,  # dx (R, V)
+        grad_stride: Int64,
+        rows: Int32,
+        cols: Int32,
+        chunks: Int32,
+        grid: Int32,
+        shared_bytes: Int32,
+        stream,
+    ):
+        self.softmax_backward_kernel(
+            g_upstream, upstream_stride, g_output, output_stride, g_grad, grad_stride, rows, cols, chunks
+        ).launch(
+            grid=[grid, 1, 1],
+            block=[self.threads, 1, 1],
+            cluster=[self.cluster, 1, 1] if self.cluster > 1 else None,
+            smem=shared_bytes,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def softmax_backward_kernel(
+        self,
+        g_upstream: Int64,
+        upstream_stride: Int64,
+        g_output: Int64,
+        output_stride: Int64,
+        g_grad: Int64,
+        grad_stride: Int64,
+        rows: Int32,
+        cols: Int32,
+        chunks: Int32,
+    ):
+        """One group of threads (a warp, a block or a cluster) takes rows in turn."""
+        thread, group, rank, first_row, row_step = self.place()
+        first = rank * self.row_threads + thread
+        s_scratch = Int32(cute.arch.get_dyn_smem(Uint32, 128).toint())
+        part_bytes = chunks * (self.unroll * self.row_threads * VECTOR_BYTES)
+        s_slots = s_scratch + self.scratch_bytes + group * (2 * self.stages * part_bytes) + thread * VECTOR_BYTES
+        last_row = Int64(rows - 1)
+        g_y_end = g_output + (last_row * output_stride + Int64(cols)) * self.element_bytes
+        g_dy_end = g_upstream + (last_row * upstream_stride + Int64(cols)) * self.element_bytes
+        if cutlass.const_expr(self.held):
+            self.fill_tails(s_slots, chunks, cols, first, Uint32(0), parts=2)
+        if cutlass.const_expr(self.cluster > 1):
+            # A block must not write to the shared memory of one that has not started.
+            cluster_barrier()
+        if cutlass.const_expr(self.held):
+            for s in cutlass.range_constexpr(self.stages):
+                early_row = first_row + s * row_step
+                if early_row < rows:
+                    s_early = s_slots + s * (2 * part_bytes)
+                    g_early, early_phase, early_vectors = self.span(g_output, output_stride, early_row, cols)
+                    early_low, early_high = self.inside(g_early, early_vectors, g_output, g_y_end)
+                    self.start_row(s_early, g_early, first, chunks, early_low, early_high)
+                    self.copy_edges(
+                        s_early, g_early, first, early_phase, early_vectors, early_low, early_high, cols
+                    )
+                    g_early, early_phase, early_vectors = self.span(g_upstream, upstream_stride, early_row, cols)
+                    early_low, early_high = self.inside(g_early, early_vectors, g_upstream, g_dy_end)
+                    self.start_row(s_early + part_bytes, g_early, first, chunks, early_low, early_high)
+                    self.copy_edges(
+                        s_early + part_bytes, g_early, first, early_phase, early_vectors, early_low, early_high, cols
+                    )
+                commit()
+        stage = Int32(0)
+        parity = Int32(0)
+        for row in cutlass.range(first_row, rows, row_step, unroll=1):
+            g_y, phase, vectors = self.span(g_output, output_stride, row, cols)
+            g_dy, dy_phase, dy_vectors = self.span(g_upstream, upstream_stride, row, cols)
+            g_out, out_phase, out_vectors = self.span(g_grad, grad_stride, row, cols)
+            s_y = s_slots + stage * (2 * part_bytes)
+            s_dy = s_y + part_bytes
+            aligned = True
+            if cutlass.const_expr(self.ragged):
+                aligned = (dy_phase == phase) & (out_phase == phase)
+            if cutlass.const_expr(self.held):
+                wait(self.stages - 1)
+            dot = Float32(0.0)
+            if aligned:
+                if cutlass.const_expr(self.held):
+                    slots = chunks * self.unroll
+                    self.mask_edges(s_y, first, phase, vectors, slots, cols, Float32(0.0))
+                    self.mask_edges(s_dy, first, phase, vectors, slots, cols, Float32(0.0))
+                for chunk in cutlass.range(chunks, unroll=1):
+                    y_words = self.chunk_words(s_y, g_y, first, chunk, phase, vectors, cols)
+                    dy_words = self.chunk_words(s_dy, g_dy, first, chunk, phase, vectors, cols)
+                    terms = []
+                    for u in cutlass.range_constexpr(self.unroll):
+                        y = unpack(self.dtype, y_words[u])
+                        dy = unpack(self.dtype, dy_words[u])
+                        terms = terms + self.terms(y, dy)
+                    dot = dot + tree(terms, add)
+                if cutlass.const_expr(self.ragged and not self.held):
+                    if self.owns(first, Int32(0)) & (not self.whole(Int32(0), phase, vectors, cols)):
+                        dot = dot + self.edge_dot(g_y, g_dy, Int32(0), phase, cols)
+                    last = vectors - 1
+                    if (last > 0) & self.owns(first, last) & (not self.whole(last, phase, vectors, cols)):
+                        dot = dot + self.edge_dot(g_y, g_dy, last, phase, cols)
+            else:
+                for col in cutlass.range(first, cols, self.step, unroll=1):
+                    y = load_element(self.dtype, g_y + (Int64(phase) + Int64(col)) * self.element_bytes)
+                    dy = load_element(self.dtype, g_dy + (Int64(dy_phase) + Int64(col)) * self.element_bytes)
+                    terms = self.terms([y], [dy])
+                    dot = dot + terms[0]
+            parity = parity ^ 1
+            sums = self.reduce_sums(s_scratch, parity, thread, rank, [dot])
+            dot = sums[0]
+
+            next_row = row + self.stages * row_step
+            g_next_y, next_phase, next_vectors = self.span(g_output, output_stride, next_row, cols)
+            next_low, next_high = self.inside(g_next_y, next_vectors, g_output, g_y_end)
+            g_next_dy, next_dy_phase, next_dy_vectors = self.span(g_upstream, upstream_stride, next_row, cols)
+            next_dy_low, next_dy_high = self.inside(g_next_dy, next_dy_vectors, g_upstream, g_dy_end)
+            if next_row >= rows:
+                next_low = Int32(0)
+                next_high = Int32(0)
+                next_vectors = Int32(0)
+                next_dy_low = Int32(0)
+                next_dy_high = Int32(0)
+                next_dy_vectors = Int32(0)
+            if aligned:
+                if cutlass.const_expr(self.ragged):
+                    if self.owns(first, Int32(0)):
+                        self.write_edge(g_y, g_dy, Int32(0), phase, g_out, cols, dot)
+                    if self.owns(first, vectors - 1):
+                        self.write_edge(g_y, g_dy, vectors - 1, phase, g_out, cols, dot)
+                for chunk in cutlass.range(chunks, unroll=1):
+                    y_words = self.chunk_words(s_y, g_y, first, chunk, phase, vectors, cols)
+                    dy_words = self.chunk_words(s_dy, g_dy, first, chunk, phase, vectors, cols)
+                    for u in cutlass.range_constexpr(self.unroll):
+                        index = chunk * self.unroll + u
+                        vector = self.vector(first, index)
+                        values = self.results(unpack(self.dtype, y_words[u]), unpack(self.dtype, dy_words[u]), dot)
+                        whole = self.whole(vector, phase, vectors, cols)
+                        store_global(g_out + Int64(vector) * VECTOR_BYTES, pack(self.dtype, values), whole)
+                        if cutlass.const_expr(self.held):
+                            self.start(s_y, g_next_y, first, index, next_low, next_high)
+                            self.start(s_dy, g_next_dy, first, index, next_dy_low, next_dy_high)
+            else:
+                if cutlass.const_expr(self.held):
+                    self.start_row(s_y, g_next_y, first, chunks, next_low, next_high)
+                    self.start_row(s_dy, g_next_dy, first, chunks, next_dy_low, next_dy_high)
+                for col in cutlass.range(first, cols, self.step, unroll=1):
+                    y = load_element(self.dtype, g_y + (Int64(phase) + Int64(col)) * self.element_bytes)
+                    dy = load_element(self.dtype, g_dy + (Int64(dy_phase) + Int64(col)) * self.element_bytes)
+                    values = self.results([y], [dy], dot)
+                    store_element(self.dtype, g_out + (Int64(out_phase) + Int64(col)) * self.element_bytes, values[0])
+            if cutlass.const_expr(self.held):
+                self.copy_edges(s_y, g_next_y, first, next_phase, next_vectors, next_low, next_high, cols)
+                self.copy_edges(s_dy, g_next_dy, first, next_dy_phase, next_dy_vectors, next_dy_low, next_dy_high, cols)
+                commit()
+                stage = stage + 1
+                if stage == self.stages:
+                    stage = Int32(0)
+
+    def chunk_words(self, s_row, g_vectors, first, chunk, phase, vectors, cols):
+        """The words of one chunk of a row, 0 where a vector is not (all of) the row's."""
+        words = []
+        for u in range(self.unroll):
+            index = chunk * self.unroll + u
+            if self.held:
+                words.append(load_shared(self.slot(s_row, index)))
+            else:
+                vector = self.vector(first, index)
+                whole = self.whole(vector, phase, vectors, cols)
+                words.append(load_global_or(g_vectors + Int64(vector) * VECTOR_BYTES, whole, Uint32(0)))
+        return words
+
+    def terms(self, y, dy):
+        """What is summed over the row."""
+        return dy if self.log else [a * b for a, b in zip(y, dy)]
+
+    def results(self, y, dy, dot):
+        """dx of elements."""
+        if self.log:
+            return [fma(Float32(0.0) - dot, exp2(a * Float32(LOG2E)), b) for a, b in zip(y, dy)]
+        return [a * (b - dot) for a, b in zip(y, dy)]
+
+    def edge_dot(self, g_y, g_dy, vector, phase, cols):
+        y = self.load_edge(g_y, vector, phase, cols)
+        return tree(self.terms(y, self.load_edge(g_dy, vector, phase, cols)), add)
+
+    def write_edge(self, g_y, g_dy, vector, phase, g_out, cols, dot):
+        y = self.load_edge(g_y, vector, phase, cols)
+        dy = self.load_edge(g_dy, vector, phase, cols)
+        self.store_edge(g_out, vector, phase, cols, self.results(y, dy, dot))
+
+
+# Host
+
+
+class Plan(NamedTuple):
+    """A compiled kernel and how it is launched. ``most_blocks``: of a grid, a multiple of the cluster."""
+
+    launch: object
+    schedule: Schedule
+    chunks: int
+    shared_bytes: int
+    most_blocks: int
+
+
+_plans: dict[tuple, Plan] = {}
+
+
+def forward_arguments():
+    """Arguments of SoftmaxForward to compile for."""
+    return [*[Int64(0)] * 4, *[Int32(1)] * 5]
+
+
+def backward_arguments():
+    """Arguments of SoftmaxBackward to compile for."""
+    return [*[Int64(0)] * 6, *[Int32(1)] * 5]
+
+
+def _plan(index, dtype, cols, ragged, backward, log):
+    machine = machine_of(index)
+    vectors = most_vectors(cols, dtype.itemsize, ragged)
+    schedule = _schedule.held(machine, vectors, 2 if backward else 1, ENTRY_WORDS)
+    held = schedule is not None
+    if schedule is None:
+        schedule = _schedule.direct(machine, vectors)
+    return make_plan(machine, dtype, vectors, schedule, ragged, backward, log, held)
+
+
+def make_plan(machine, dtype, vectors, schedule, ragged, backward, log, held):
+    kernel_class = SoftmaxBackward if backward else SoftmaxForward
+    launch = compiled(
+        kernel_class,
+        (str(dtype), tuple(schedule), ragged, log, held),
+        lambda: kernel_class(DTYPES[dtype], schedule, ragged, log=log, held=held),
+        backward_arguments if backward else forward_arguments,
+        machine.architecture,
+    )
+    chunks = schedule.chunks(vectors)
+    groups = schedule.threads // schedule.row_threads
+    shared_bytes = schedule.scratch_bytes(ENTRY_WORDS)
+    if held:
+        shared_bytes += groups * schedule.stages * schedule.slot_bytes(chunks) * (2 if backward else 1)
+    blocks = machine.processors * _schedule.resident_blocks(machine, schedule, shared_bytes)
+    blocks = max(schedule.cluster, blocks // schedule.cluster * schedule.cluster)
+    return Plan(launch, schedule, chunks, shared_bytes, blocks)
+
+
+def _run(backward, log, *tensors):
+    """Launch over tensors of one shape, the one that is written last."""
+    first = tensors[0]
+    require(first)
+    rows, cols = first.shape
+    if rows == 0 or cols == 0:
+        return
+    index = first.device.index
+    key = (index, first.dtype, cols, is_ragged(cols, *tensors), backward, log)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _plan(*key)
+    run_plan(plan, *tensors)
+
+
+def run_plan(plan, *tensors):
+    rows, cols = tensors[0].shape
+    schedule = plan.schedule
+    groups = schedule.threads // schedule.row_threads
+    grid = min(plan.most_blocks, -(-rows // groups) * schedule.cluster)
+    addresses = []
+    for tensor in tensors:
+        addresses += (tensor.data_ptr(), tensor.stride(0))
+    plan.launch(*addresses, rows, cols, plan.chunks, grid, plan.shared_bytes, stream_of(tensors[0].device.index))
+
+
+def softmax_forward(input, output):
+    """``softmax_forward`` of the contract in loss_core.backend."""
+    _run(False, False, input, output)
+
+
+def softmax_backward(grad_output, output, grad_input):
+    """``softmax_backward`` of the contract in loss_core.backend."""
+    _run(True, False, grad_output, output, grad_input)
+
+
+def log_softmax_forward(input, output):
+    """``log_softmax_forward`` of the contract in loss_core.backend."""
+    _run(False, True, input, output)
+
+
+def log_softmax_backward(grad_output, output, grad_input):
+    """``log_softmax_backward`` of the contract in loss_core.backend."""
+    _run(True, True, grad_output, output, grad_input)
