@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from loss_core.testing import cases, nan_filled_empty
 from support import devices
 from support.record import GpuRecord
 
@@ -33,8 +34,9 @@ def pytest_generate_tests(metafunc):
         return
     named = metafunc.config.getoption("backend")
     names, skipped = [], []
+    op = getattr(metafunc.module, "OP", None)
     for name in named or devices.BACKENDS:
-        reason = devices.unavailable_reason(name)
+        reason = devices.unavailable_reason(name) or (op and devices.lacks(name, op))
         if not reason:
             names.append(name)
         elif named:
@@ -44,12 +46,10 @@ def pytest_generate_tests(metafunc):
     if "case" not in metafunc.fixturenames:
         metafunc.parametrize("backend", names + [pytest.param(name, marks=mark) for name, mark in skipped])
         return
-    from loss_core.testing import cases
-
     # One skip for a backend that cannot run, not one for each case.
     pairs = [pytest.param(name, None, marks=mark, id=name) for name, mark in skipped]
     for name in names:
-        pairs += [pytest.param(name, case, id=f"{name}-{case}") for case in cases(metafunc.module.OP)]
+        pairs += [pytest.param(name, case, id=f"{name}-{case}") for case in cases(op)]
     metafunc.parametrize(("backend", "case"), pairs)
 
 
@@ -77,8 +77,6 @@ def seeded():
 @pytest.fixture
 def nan_filled_memory():
     """``torch.empty`` gives NaN, so that an element which is never written shows."""
-    from loss_core.testing import nan_filled_empty
-
     with nan_filled_empty():
         yield
 

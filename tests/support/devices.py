@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
+from loss_core import BackendUnavailable, get_backend
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -24,13 +26,25 @@ def prepare() -> None:
 
 def unavailable_reason(name: str) -> str:
     """Why the backend `name` cannot run on ``DEVICE``, or ""."""
-    from loss_core import BackendUnavailable, get_backend
-
     try:
         device = torch.device(DEVICE, 0) if HAS_GPU else torch.device(DEVICE)
         return get_backend(name).unavailable_reason(device)
     except BackendUnavailable as error:
         return str(error)
+
+
+def lacks(name: str, op: str) -> str:
+    """What to say if the backend `name` does not provide `op`, or ""."""
+    needed = "cross_entropy" if op == "causal_lm_loss" else op
+    ops = get_backend(name).ops
+    return "" if needed in ops else f"provides {', '.join(ops)}, not {needed}"
+
+
+def skip_without(name: str, op: str) -> None:
+    """Skip the test that calls this if the backend `name` does not provide `op`."""
+    reason = lacks(name, op)
+    if reason:
+        pytest.skip(f"{name} {reason}")
 
 
 def free_memory_gib() -> float:

@@ -154,6 +154,10 @@ def _cross_entropy(base: Case) -> Iterator[Case]:
         yield replace(plain, rows=0, ignored="no")
         yield replace(plain, rows=1, ignored="no")
 
+    for rows, classes in ((1, 1), (1, 32), (32, 1)):
+        yield replace(quick, rows=rows, classes=classes, ignored="no")
+        yield replace(quick, rows=rows, classes=classes, ignored="no", reduction="none", dtype=torch.bfloat16)
+
     for target, reduction in itertools.product(("int32", "uint8", "strided"), ("none", "mean")):
         yield replace(quick, target=target, classes=200, reduction=reduction)
     # 156 is what -100 becomes in uint8.
@@ -256,7 +260,7 @@ def _softmax(base: Case) -> Iterator[Case]:
         yield replace(laid, classes=1, quick=False)
     yield replace(quick, rows=1, layout="one_dim")
     for rows in (0, 1, 32):
-        yield replace(quick, rows=rows)
+        yield replace(quick, rows=rows, classes=32)
         yield replace(quick, rows=rows, classes=1)
     for values, dtype in itertools.product((*_VALUES, "far_low"), DTYPES):
         yield replace(base, values=values, dtype=dtype, quick=dtype == torch.float32)
