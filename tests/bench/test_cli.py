@@ -13,7 +13,7 @@ from loss_bench.results import read_report
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-QUICK = ["--iters", "3", "--warmup", "0", "--quiet", "--device", "cpu"]
+QUICK = ["--iters", "3", "--warmup", "0", "--quiet", "--device", "cpu", "--in-process"]
 
 
 def invoke(*words, status=0):
@@ -80,6 +80,7 @@ def test_unavailable_alone_is_no_failure(tmp_path):
         (["--shape", "4by5"], "ROWSxCLASSES"),
         (["--shape", "0x5"], "ROWSxCLASSES"),
         (["--dtype", "int8"], "unknown dtype"),
+        (["--backend", "nobody", "--in-process"], "no backend named 'nobody'"),
         (["--backend", "nobody"], "no backend named 'nobody'"),
         (["--pass", "sideways"], "unknown pass"),
         (["--preset", "huge"], "unknown preset"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,11 +18,14 @@ from rich.table import Table
 from loss_bench import __version__, cases, report
 from loss_bench.calls import find_backends
 from loss_bench.cases import Options, Size
+from loss_bench.compare import compare, comparison_table
 from loss_bench.inputs import RealInputs, read_logits
-from loss_bench.results import Report, environment
-from loss_bench.runner import Plan, Runner
+from loss_bench.results import Report, environment, merge, read_report
+from loss_bench.runner import CaseRunner, Plan
+from loss_bench.session import Executor, Session
 from loss_bench.train import SIZES, read_text, train_all
 from loss_bench.train import Size as TrainSize
+from loss_bench.worker import Worker
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,6 +38,7 @@ app = typer.Typer(
 )
 
 _PLAIN_WIDTH = 180
+_BUDGET_MS = {"cuda": 300.0, "cpu": 150.0}
 
 
 def main() -> None:
@@ -69,16 +73,15 @@ def _main(
 
 
 def _device(name: str | None) -> torch.device:
+    # Nothing here may open a context on the GPU: the worker process does, and may lose it.
     if name is None:
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     device = torch.device(name)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"no clock for {device.type!r} devices here; cpu or cuda")
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
-        # Events, allocations and peers' launches all go to the current device.
-        torch.cuda.set_device(device)
-    return device
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("no CUDA device is available")
+    return device if device.type == "cpu" else torch.device("cuda", device.index or 0)
 
 
 DeviceOption = Annotated[
@@ -162,6 +165,16 @@ def run(
         Path | None, typer.Option("--json", help="Write the results as JSON (schema loss-bench/1).")
     ] = None,
     markdown: Annotated[Path | None, typer.Option("--markdown", help="Write the tables as Markdown.")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", help="JSON of an interrupted run: its finished cases are taken over.", exists=True),
+    ] = None,
+    time_limit: Annotated[
+        float, typer.Option("--time-limit", min=1.0, help="Seconds after which a silent backend is given up.")
+    ] = 300.0,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="No worker process: starts faster, but a crash ends everything.")
+    ] = False,
     device: DeviceOption = None,
     quiet: QuietOption = False,
 ) -> None:
@@ -182,24 +195,67 @@ def run(
         _check_choice("reduction", reduction, ("mean", "sum", "none"))
         sizes = _sizes(where, real, shape, vocab, rows, dtype, preset)
         dtypes = [] if real else [cases.parse_dtype(name) for name in cases.words(dtype)]
-        chosen = cases.build_cases(_ops(ops), sizes, options, dtypes)
+        chosen = cases.build_cases(_ops(ops, preset), sizes, options, dtypes)
         chosen_passes = cases.words(passes) or list(cases.PASSES)
         for name in chosen_passes:
             _check_choice("pass", name, cases.PASSES)
         backends = cases.words(backend)
-        _check_backends(backends, where)
+        earlier = read_report(resume) if resume else None
     except (ValueError, RuntimeError) as error:
         raise _fail(error) from error
-    plan = Plan(chosen, backends, chosen_passes, iters, warmup, seed=seed, real=real)
+    plan = Plan(tuple(backends), tuple(chosen_passes), iters, warmup, _BUDGET_MS[where.type], seed, logits)
     with _progress(quiet) as step:
-        runner = Runner(plan, where, progress=step)
-        try:
-            runner.run()
-        except KeyboardInterrupt:
-            _console(stderr=True).print("interrupted; what was measured follows")
-    _deliver(runner.report, json_file, markdown)
-    if runner.report.has_wrong:
+        found = _run(plan, where, chosen, step, json_file, earlier, preset, None if in_process else time_limit)
+    found.settings["preset"] = preset
+    _deliver(found, json_file, markdown)
+    if found.has_wrong:
         raise typer.Exit(1)
+
+
+def _run(
+    plan: Plan,
+    device: torch.device,
+    chosen: list[cases.Case],
+    step: Callable[[str, float], None],
+    json_file: Path | None,
+    earlier: Report | None,
+    preset: str | None,
+    time_limit: float | None,
+) -> Report:
+    """The report of a run, of its finished cases if it is interrupted; written after each of them."""
+    done = 0
+
+    def announce(text: str, backend: str | None) -> None:
+        step(text, done / len(chosen))
+
+    def after_case(count: int, found: Report) -> None:
+        nonlocal done
+        done = count
+        if json_file is not None:
+            found.settings["preset"] = preset
+            found.command = _command()
+            found.write(json_file)
+
+    try:
+        executor: Executor
+        if time_limit is None:
+            executor = CaseRunner(plan, device, announce)
+        else:
+            executor = Worker(plan, device, announce, time_limit_s=time_limit)
+        session = Session(executor, plan, chosen, earlier=earlier, after_case=after_case)
+    except (ValueError, RuntimeError) as error:
+        raise _fail(error) from error
+    try:
+        session.run()
+    except KeyboardInterrupt:
+        _console(stderr=True).print("interrupted; what was measured follows")
+    finally:
+        executor.close()
+    return session.report
+
+
+def _command() -> list[str]:
+    return ["loss-bench", *sys.argv[1:]]
 
 
 @app.command()
@@ -234,6 +290,8 @@ def train(
     """
     try:
         where = _device(device)
+        if where.type == "cuda":
+            torch.cuda.set_device(where)
         _check_backends(cases.words(backend), where)
         chosen = _train_size(where, size, steps=steps, batch=batch, context=context, dtype=dtype)
         data = read_text(text)
@@ -251,6 +309,59 @@ def train(
         _save(saved, save_logits)
     if result.has_wrong:
         raise typer.Exit(1)
+
+
+@app.command("report")
+def report_command(
+    files: Annotated[list[Path], typer.Argument(help="JSON files of run or train.", exists=True, dir_okay=False)],
+    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write the tables as Markdown.")] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", help="Write the rows as CSV.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all files merged into one.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no tables.")] = False,
+) -> None:
+    """Show results again, merged: of a measurement that several files hold, the last is kept."""
+    try:
+        found = merge([read_report(path) for path in files])
+    except ValueError as error:
+        raise _fail(error) from error
+    if not quiet:
+        report.print_report(found, _console())
+    for path, text in ((markdown, report.to_markdown), (csv, report.to_csv)):
+        if path is not None:
+            _write(path, text(found))
+    if json_file is not None:
+        found.write(json_file)
+
+
+@app.command("compare")
+def compare_command(
+    old: Annotated[Path, typer.Argument(help="JSON file of the earlier run.", exists=True, dir_okay=False)],
+    new: Annotated[Path, typer.Argument(help="JSON file of the later run.", exists=True, dir_okay=False)],
+    fail_above: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, help="Exit with 1 if a median grew by more than this factor, such as 1.05, beyond doubt."
+        ),
+    ] = None,
+) -> None:
+    """Compare two runs: the ratio of the medians of every measurement that both hold, with its interval.
+
+    A measurement that was timed before and now is wrong or fails sets the exit status in any case.
+    """
+    try:
+        changes = compare(read_report(old), read_report(new))
+    except ValueError as error:
+        raise _fail(error) from error
+    if not changes:
+        raise _fail("the two files have no measurement in common (op, shape, dtype, options, pass, backend, device)")
+    _console().print(comparison_table(changes, fail_above))
+    if any(change.fails(fail_above if fail_above is not None else float("inf")) for change in changes):
+        raise typer.Exit(1)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
 
 
 def _train_size(device: torch.device, name: str | None, **changes: Any) -> TrainSize:
@@ -280,8 +391,9 @@ def _check_backends(names: list[str], device: torch.device) -> None:
             raise ValueError(f"no backend named {name!r} is installed; installed: {', '.join(known)}")
 
 
-def _ops(names: list[str] | None) -> list[str]:
-    chosen = cases.words(names) or ["cross_entropy"]
+def _ops(names: list[str] | None, preset: str | None) -> list[str]:
+    # The seeds' tables are of all three.
+    chosen = cases.words(names) or (["all"] if preset == "seeds" else ["cross_entropy"])
     return list(cases.OPS) if "all" in chosen else chosen
 
 
@@ -334,10 +446,9 @@ def _progress(quiet: bool) -> Iterator[Any]:
 
 
 def _deliver(found: Report, json_file: Path | None, markdown: Path | None) -> None:
-    found.command = ["loss-bench", *sys.argv[1:]]
+    found.command = _command()
     report.print_report(found, _console())
     if json_file is not None:
         found.write(json_file)
     if markdown is not None:
-        markdown.parent.mkdir(parents=True, exist_ok=True)
-        markdown.write_text(report.to_markdown(found), encoding="utf-8")
+        _write(markdown, report.to_markdown(found))

@@ -21,6 +21,8 @@ from loss_bench.inputs import Inputs
 
 _CPU_CACHE_BYTES = 32 << 20
 _MIB = 1 << 20
+_UNSTEADY = 0.25
+_HOST_LIMIT_S = 0.5
 
 
 class Work(Protocol):
@@ -233,6 +235,11 @@ class Summary:
     high: float
     samples: int
 
+    @property
+    def unsteady(self) -> bool:
+        """Whether the samples are spread so widely that the median says little."""
+        return self.p80 - self.p20 > _UNSTEADY * self.median
+
 
 def summarize(samples: Sequence[float]) -> Summary:
     """Median, percentiles and the median's interval.
@@ -267,10 +274,11 @@ def host_microseconds(
     """Microseconds that the host spends on one call, while the GPU works behind it.
 
     `calls` calls are made without waiting, as many as there are sets of inputs; the GPU is waited for between the
-    batches only. The median over the batches is returned. On a CPU the arithmetic is part of it.
+    batches only. The median over the batches is returned; there are fewer of them where calls are slow. On a CPU the
+    arithmetic is part of it.
     """
-    taken = []
-    for _ in range(batches + 1):
+    taken: list[float] = []
+    while len(taken) < 2 or (len(taken) <= batches and sum(taken[1:]) * calls < _HOST_LIMIT_S * 1e6):
         for index in range(calls):
             work.prepare(index)
         synchronize(device)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from loss_bench.results import Report, Row
+from loss_bench.results import FAILURES, Report, Row
 
 NOTHING = "-"
 """Stands where there is no number."""
@@ -77,9 +77,11 @@ _DISPENSABLE = ("20-80% ms", "peak MiB", "GB/s", "host us", "error loss / grad",
 
 def groups(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
     """Rows by op, options and pass, each with the title of its table, in order of appearance."""
+    rows = list(rows)
+    several = len({row.device for row in rows}) > 1
     found: dict[str, list[Row]] = {}
     for row in rows:
-        title = " ".join(filter(None, (row.op, row.pass_, row.options)))
+        title = " ".join(filter(None, (row.op, row.pass_, row.options, f"on {row.device}" if several else "")))
         found.setdefault(title, []).append(row)
     return [(title, by_case(members)) for title, members in found.items()]
 
@@ -102,6 +104,35 @@ def explanation(row: Row) -> str:
 
 def _without_silent(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.status != "unavailable"]
+
+
+SEEDS_TITLES = (
+    "Backend", "Batch", "Vocab", "Dtype", "Forward (ms)", "Speedup", "Backward (ms)", "Speedup",
+)  # fmt: skip
+
+
+def seeds_rows(rows: Iterable[Row]) -> list[tuple[str, list[list[str]]]]:
+    """The forward and backward times of each op side by side, in the columns of ``SEEDS_TITLES``."""
+    rows = list(rows)
+    times = {row.key: row for row in rows}
+    found: dict[str, list[list[str]]] = {}
+    for row in by_case([row for row in rows if row.pass_ == "forward" and row.median_ms is not None]):
+        backward = times.get((*row.case_key, "backward", row.backend, row.device))
+        cells = [row.backend, str(row.rows), str(row.classes), row.dtype]
+        for half in (row, backward):
+            cells.append(milliseconds(half.median_ms if half else None))
+            cells.append(_number(half.speedup if half else None, ".2f"))
+        found.setdefault(row.op, []).append(cells)
+    return list(found.items())
+
+
+def _seeds_table(op: str, lines: Iterable[Sequence[str]]) -> Table:
+    table = Table(title=op, title_justify="left", title_style="bold")
+    for place, title in enumerate(SEEDS_TITLES):
+        table.add_column(title, justify="right" if place in (1, 2) or place > 3 else "left")
+    for cells in lines:
+        table.add_row(*cells)
+    return table
 
 
 TRAIN_TITLES = ("backend", "loss at start", "at 1/2", "at end", "max distance", "allowed", "tokens/s", "peak MiB")
@@ -136,6 +167,10 @@ def print_report(report: Report, console: Console) -> None:
     console.print(header(report), highlight=False)
     if report.train:
         console.print(_train_table(report))
+    if report.settings.get("preset") == "seeds":
+        for op, lines in seeds_rows(report.rows):
+            console.print(_seeds_table(op, lines))
+    if not report.rows:
         return
     for title, rows in groups(_without_silent(report.rows)):
         console.print(_fitting_table(title, rows, console))
@@ -208,7 +243,7 @@ def _cells(row: Row, columns: Sequence[Column], *, first: bool) -> list[str]:
 
 
 def _status_style(status: str) -> str:
-    return {"ok": "", "wrong": "red", "error": "red"}.get(status, "dim")
+    return "red" if status in FAILURES else "" if status == "ok" else "dim"
 
 
 def footnotes(report: Report) -> list[str]:
@@ -229,7 +264,13 @@ def to_markdown(report: Report) -> str:
     lines = [header(report), ""]
     if report.train:
         lines += [_markdown_line(TRAIN_TITLES), _markdown_line(["---", *["---:"] * (len(TRAIN_TITLES) - 1)])]
-        return "\n".join(lines + [_markdown_line(train_cells(curve)) for curve in report.train]) + "\n"
+        lines += [*(_markdown_line(train_cells(curve)) for curve in report.train), ""]
+    if report.settings.get("preset") == "seeds":
+        for op, cells in seeds_rows(report.rows):
+            lines += [f"### {op}", "", _markdown_line(SEEDS_TITLES), _markdown_line(["---"] * len(SEEDS_TITLES))]
+            lines += [*map(_markdown_line, cells), ""]
+    if not report.rows:
+        return "\n".join(lines)
     for title, rows in groups(_without_silent(report.rows)):
         lines += [f"### {title}", "", _markdown_line([column.title for column in COLUMNS])]
         lines.append(_markdown_line(["---:" if column.numeric else "---" for column in COLUMNS]))

@@ -25,7 +25,7 @@ import math
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,13 @@ from loss_bench.cases import Case
 
 SCHEMA = "loss-bench/1"
 
-STATUSES = ("ok", "wrong", "unsupported", "unavailable", "error")
-"""``ok`` was timed. ``wrong``: its result is not that of float64, so it was not. ``unsupported``: the backend does not
-do this case. ``unavailable``: the backend cannot run here. ``error``: it raised something else."""
+STATUSES = ("ok", "wrong", "unsupported", "unavailable", "error", "crashed", "timeout")
+"""``ok`` was timed. ``wrong``: its result is not that of float64, so it was not. ``unsupported``: the backend does not do
+this case. ``unavailable``: the backend cannot run here. ``error``: it raised something else. ``crashed``: it took its
+process, or the context on the GPU, with it. ``timeout``: it did not come back."""
+
+FAILURES = ("wrong", "error", "crashed", "timeout")
+"""The statuses that set the exit status of the command."""
 
 
 @dataclass
@@ -95,6 +99,11 @@ class Row:
         return (self.op, self.rows, self.classes, self.dtype, self.options)
 
     @property
+    def key(self) -> tuple[object, ...]:
+        """What is one measurement, whenever it is made."""
+        return (*self.case_key, self.pass_, self.backend, self.device)
+
+    @property
     def shape(self) -> str:
         """Rows x classes."""
         return f"{self.rows}x{self.classes}"
@@ -136,7 +145,7 @@ class Report:
     def has_wrong(self) -> bool:
         """Whether a result was wrong, or a backend broke on a case that it had accepted."""
         statuses = [row.status for row in self.rows] + [curve["status"] for curve in self.train]
-        return "wrong" in statuses or "error" in statuses
+        return not set(FAILURES).isdisjoint(statuses)
 
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object."""
@@ -166,6 +175,25 @@ def read_report(path: Path) -> Report:
         raise ValueError(f"{path} is of schema {schema!r}; this version reads {SCHEMA!r}")
     known = {f.name for f in fields(Report)} - {"rows"}
     return Report(rows=[Row.from_json(row) for row in pairs["rows"]], **{k: v for k, v in pairs.items() if k in known})
+
+
+def merge(reports: Sequence[Report]) -> Report:
+    """One report of several; of a measurement that more than one of them holds, the last is kept.
+
+    The environment and the ceilings are those of the first; where the rest differ in their device, their rows say so.
+
+    Raises:
+        ValueError: without reports.
+    """
+    if not reports:
+        raise ValueError("no reports to merge")
+    first, *rest = reports
+    rows = {row.key: row for found in reports for row in found.rows}
+    backends = {backend["name"]: backend for found in reports for backend in found.backends}
+    curves = [curve for found in reports for curve in found.train]
+    if not rest:
+        return first
+    return replace(first, rows=list(rows.values()), backends=list(backends.values()), train=curves)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

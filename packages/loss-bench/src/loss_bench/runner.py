@@ -1,15 +1,16 @@
-"""The loop over cases, backends and passes.
+"""One case on every backend, in this process.
 
-For each case: every backend is checked against float64, then the backends that were right take turns, a part of the
-iterations each time, so that a drift of the clocks hits all of them alike.
+Every backend is checked against float64, then the backends that were right take turns, a part of the iterations each
+time, so that a drift of the clocks hits all of them alike.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -20,8 +21,8 @@ from loss_bench import measure
 from loss_bench.calls import BackendRow, Call, find_backends, make_call
 from loss_bench.cases import PASSES, Case, minimal_bytes
 from loss_bench.check import Verdict, check
-from loss_bench.inputs import Inputs, RealInputs, random_inputs, sets_needed
-from loss_bench.results import Report, Row, add_speedups, device_name, environment, new_row
+from loss_bench.inputs import Inputs, random_inputs, read_logits, sets_needed
+from loss_bench.results import Row, add_speedups, device_name, environment, new_row
 
 BASELINE = "torch-nn"
 """What speed-ups refer to: plain ``torch.nn.functional``."""
@@ -32,33 +33,48 @@ TINY_ROWS, TINY_CLASSES = 64, 512
 _TINY_CALLS = 20
 _ROUNDS = 3
 
-Progress = Callable[[str, float], None]
-"""(what is being done, share of the run that is done)."""
+Announce = Callable[[str, "str | None"], None]
+"""(what is being done, the backend that is being run, if any)."""
+
+Failure = tuple[str, str]
+"""(status, reason) of ``results.Row``."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Plan:
-    """What a run does.
+    """What is done with each case.
 
     Attributes:
-        cases: in order.
-        backends: names to run; empty for all that are available.
+        backends: names to run; empty for all.
         passes: of ``cases.PASSES``.
         iterations: timed iterations of each pass; None for as many as fit ``budget_ms``.
         warmup: iterations before them.
         budget_ms: time for one pass of one backend, where `iterations` is None.
         seed: of the inputs.
-        real: logits and labels to use in place of random ones.
+        logits: file of logits and labels to use in place of random ones.
     """
 
-    cases: Sequence[Case]
-    backends: Sequence[str] = ()
-    passes: Sequence[str] = PASSES
+    backends: tuple[str, ...] = ()
+    passes: tuple[str, ...] = PASSES
     iterations: int | None = None
     warmup: int = 5
     budget_ms: float = 300.0
     seed: int = 0
-    real: RealInputs | None = None
+    logits: Path | None = None
+
+
+class BackendLostError(Exception):
+    """A backend took its process or the GPU's context with it, or did not come back.
+
+    Args:
+        backend: its name; None if no backend was being run.
+        failure: what to record for it.
+    """
+
+    def __init__(self, backend: str | None, failure: Failure) -> None:
+        super().__init__(f"{backend}: {': '.join(failure)}")
+        self.backend = backend
+        self.failure = failure
 
 
 @dataclass
@@ -78,106 +94,119 @@ class _Contestant:
         return measure.PassWork(self.call, self.inputs, pass_, self.pristine if overwrites else None)
 
 
-class Runner:
-    """Runs a ``Plan`` and keeps its ``Report``, which is whole after every case.
+class CaseRunner:
+    """Runs cases by a ``Plan``.
 
     Args:
-        plan: what to do.
+        plan: how.
         device: where.
+        announce: told of every step.
         timer: replaces the device's own clock, for tests.
-        progress: told of every step.
+
+    Attributes:
+        environment: see ``results.environment``.
+        backends: those of the plan, with their state on the device.
+        ceilings: measured in this process.
+
+    Raises:
+        BackendUnavailable: if the plan names a backend that is not installed.
     """
 
     def __init__(
         self,
         plan: Plan,
         device: torch.device,
+        announce: Announce = lambda text, backend: None,
         *,
         timer: measure.Timer | None = None,
-        progress: Progress = lambda text, share: None,
     ) -> None:
         self._plan = plan
         self._device = device
-        self._progress = progress
+        self._announce = announce
         self._device_name = device_name(device)
+        if device.type == "cuda":
+            # Events, allocations and peers' launches all go to the current device.
+            torch.cuda.set_device(device)
         self._timer = timer or measure.make_timer(device)
+        self._real = read_logits(plan.logits) if plan.logits else None
         self._host_us: dict[tuple[str, Case, str], float | None] = {}
-        self._backends = self._chosen(find_backends(device))
-        self.report = Report(environment(device))
-        self.report.backends = [asdict(backend) for backend in self._backends]
-        self.report.settings = {
-            name: getattr(plan, name) for name in ("iterations", "warmup", "budget_ms", "seed", "passes")
-        } | {"baseline": BASELINE, "real_inputs": plan.real is not None}
+        self.environment = environment(device)
+        announce("loading the backends", None)
+        self.backends = chosen_backends(plan.backends, device)
+        announce("copy bandwidth", None)
+        self.ceilings = {"copy_gb_s": measure.copy_gb_s(device, self._timer)}
 
-    def _chosen(self, found: list[BackendRow]) -> list[BackendRow]:
-        if not self._plan.backends:
-            return found
-        by_name = {backend.name: backend for backend in found}
-        missing = BackendRow("", "", "", (), False, "not installed")
-        return [
-            by_name.get(name) or BackendRow(name, *list(asdict(missing).values())[1:]) for name in self._plan.backends
-        ]
+    def close(self) -> None:
+        """Nothing is held but memory."""
 
-    def run(self) -> Report:
-        """Measure everything."""
-        self._progress("copy bandwidth", 0.0)
-        self.report.ceilings = {"copy_gb_s": measure.copy_gb_s(self._device, self._timer)}
-        for index, case in enumerate(self._plan.cases):
-            self._run_case(case, index / len(self._plan.cases))
-            add_speedups(self.report.rows, BASELINE)
-        self._progress("done", 1.0)
-        return self.report
+    def run_case(self, case: Case, excluded: Mapping[str, Failure]) -> list[Row]:
+        """The rows of `case`; a backend that is `excluded` is not run and has that recorded.
 
-    def _run_case(self, case: Case, share: float) -> None:
-        self._progress(f"{case}: inputs", share)
+        Raises:
+            BackendLostError: if a backend left the GPU's context unusable. This process can then run nothing more.
+        """
+        rows: list[Row] = []
+        self._announce(f"{case}: inputs", None)
         try:
             inputs = self._inputs(case)
         except torch.OutOfMemoryError:
-            self._skip_all(case, "the inputs do not fit into the device's memory")
-            return
+            self._release()
+            failure = ("unsupported", "the inputs do not fit into the device's memory")
+            return [row for backend in self.backends for row in self._failed(case, backend, failure)]
+        except RuntimeError as error:
+            # No backend has run yet: the device itself is unusable.
+            raise BackendLostError(None, ("error", first_line(error))) from error
         contestants = []
-        for backend in self._backends:
-            self._progress(f"{case}: checking {backend.name}", share)
-            contestant = self._enter(case, backend, inputs)
-            if contestant is not None:
-                contestants.append(contestant)
+        for backend in self.backends:
+            self._announce(f"{case}: checking {backend.name}", backend.name)
+            entered = self._enter(case, backend, inputs, excluded)
+            if isinstance(entered, _Contestant):
+                contestants.append(entered)
+            else:
+                rows += self._failed(case, backend, entered)
+                self._release()
         for pass_ in self._plan.passes:
-            self._time_pass(case, pass_, contestants, share)
+            rows += self._time_pass(case, pass_, contestants)
         self._release()
+        add_speedups(rows, BASELINE)
+        return rows
 
     def _inputs(self, case: Case) -> Inputs:
         sets = sets_needed(case, measure.l2_bytes(self._device))
-        if self._plan.real is not None:
-            return self._plan.real.to_inputs(case, self._device, sets=sets)
+        if self._real is not None:
+            return self._real.to_inputs(case, self._device, sets=sets)
         return random_inputs(case, self._device, seed=self._plan.seed, sets=sets)
-
-    def _skip_all(self, case: Case, reason: str) -> None:
-        for backend in self._backends:
-            self._record(case, self._plan.passes, backend, "unsupported", reason)
-        self._release()
 
     def _release(self) -> None:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _record(self, case: Case, passes: Iterable[str], backend: BackendRow, status: str, reason: str) -> None:
-        for pass_ in passes:
-            row = new_row(case, pass_, backend, self._device_name)
-            row.status, row.reason = status, reason
-            self.report.rows.append(row)
+    def _failed(self, case: Case, backend: BackendRow, failure: Failure) -> list[Row]:
+        rows = [new_row(case, pass_, backend, self._device_name) for pass_ in self._plan.passes]
+        for row in rows:
+            row.status, row.reason = failure
+        return rows
 
-    def _enter(self, case: Case, backend: BackendRow, inputs: Inputs) -> _Contestant | None:
-        """`backend` checked on `case`, or None with its reason recorded."""
-        failure = self._known_failure(case, backend)
-        if failure is None:
-            contestant, failure = attempt(lambda: self._checked(case, backend, inputs))
-            if contestant is not None:
-                return contestant
-        assert failure is not None
-        self._record(case, self._plan.passes, backend, *failure)
-        self._release()
-        return None
+    def _enter(
+        self, case: Case, backend: BackendRow, inputs: Inputs, excluded: Mapping[str, Failure]
+    ) -> _Contestant | Failure:
+        """`backend` checked on `case`, or why it cannot take part."""
+        failure = excluded.get(backend.name) or self._known_failure(case, backend)
+        if failure is not None:
+            return failure
+        contestant, failure = self._attempt(backend, partial(self._checked, case, backend, inputs))
+        return contestant or failure or ("error", "")
+
+    def _attempt(self, backend: BackendRow, action: Callable[[], Result]) -> tuple[Result | None, Failure | None]:
+        """``attempt``, and a look at whether the GPU is still there after a failure."""
+        result, failure = attempt(action)
+        if failure is not None and failure[0] == "error" and self._device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self._device)
+            except RuntimeError as error:
+                raise BackendLostError(backend.name, ("crashed", f"{failure[1]}; {first_line(error)}")) from error
+        return result, failure
 
     def _known_failure(self, case: Case, backend: BackendRow) -> tuple[str, str] | None:
         if not backend.available:
@@ -195,20 +224,20 @@ class Runner:
             contestant.pristine = [logits.detach().clone() for logits in inputs.logits]
         return contestant
 
-    def _time_pass(self, case: Case, pass_: str, contestants: list[_Contestant], share: float) -> None:
+    def _time_pass(self, case: Case, pass_: str, contestants: list[_Contestant]) -> list[Row]:
         kind = "no-grad" if pass_ == "no-grad" else "grad"
         timed = [c for c in contestants if c.verdicts[kind].right and c.failure is None]
         counts = {}
-        for contestant in list(timed):
-            self._progress(f"{case} {pass_}: {contestant.backend.name}", share)
-            count, contestant.failure = attempt(partial(self._iterations, contestant, pass_))
+        for contestant in timed:
+            self._announce(f"{case} {pass_}: {contestant.backend.name}", contestant.backend.name)
+            action = partial(self._iterations, contestant, pass_)
+            count, contestant.failure = self._attempt(contestant.backend, action)
             counts[contestant.backend.name] = count or 0
         for turn in range(_ROUNDS):
             for contestant in timed:
                 if contestant.failure is None:
-                    self._turn(contestant, pass_, turn, counts[contestant.backend.name])
-        for contestant in contestants:
-            self._finish(case, pass_, kind, contestant)
+                    self._turn(case, contestant, pass_, turn, counts[contestant.backend.name])
+        return [self._finished(case, pass_, kind, contestant) for contestant in contestants]
 
     def _iterations(self, contestant: _Contestant, pass_: str) -> int:
         estimate = self._timer.estimate(contestant.work(pass_))
@@ -216,15 +245,17 @@ class Runner:
             return self._plan.iterations
         return measure.planned_iterations(estimate, self._plan.budget_ms, least=2 * _ROUNDS, most=60)
 
-    def _turn(self, contestant: _Contestant, pass_: str, turn: int, count: int) -> None:
+    def _turn(self, case: Case, contestant: _Contestant, pass_: str, turn: int, count: int) -> None:
+        self._announce(f"{case} {pass_}: {contestant.backend.name}", contestant.backend.name)
         part = count * (turn + 1) // _ROUNDS - count * turn // _ROUNDS
         if part == 0:
             return
         warmup = self._plan.warmup if turn == 0 else 1
-        samples, contestant.failure = attempt(lambda: self._timer.time(contestant.work(pass_), part, warmup))
+        action = partial(self._timer.time, contestant.work(pass_), part, warmup)
+        samples, contestant.failure = self._attempt(contestant.backend, action)
         contestant.samples.setdefault(pass_, []).extend(samples or ())
 
-    def _finish(self, case: Case, pass_: str, kind: str, contestant: _Contestant) -> None:
+    def _finished(self, case: Case, pass_: str, kind: str, contestant: _Contestant) -> Row:
         row = new_row(case, pass_, contestant.backend, self._device_name)
         verdict = contestant.verdicts[kind]
         row.loss_error = verdict.loss_error
@@ -236,16 +267,19 @@ class Runner:
             row.status, row.reason = contestant.failure
         else:
             self._fill(case, row, contestant)
-        self.report.rows.append(row)
+        return row
 
     def _fill(self, case: Case, row: Row, contestant: _Contestant) -> None:
+        self._announce(f"{case} {row.pass_}: memory and host time of {row.backend}", row.backend)
         summary = measure.summarize(contestant.samples[row.pass_])
         row.median_ms, row.samples = summary.median, summary.samples
         row.p20_ms, row.p80_ms, row.low_ms, row.high_ms = summary.p20, summary.p80, summary.low, summary.high
+        if summary.unsteady:
+            row.note = "; ".join(filter(None, (row.note, "unsteady: compare with care")))
         bytes_ = minimal_bytes(case, row.pass_)
         if bytes_ is not None and summary.median > 0:
             row.gb_s = gb_per_second(bytes_, summary.median)
-            row.copy_share = row.gb_s / self.report.ceilings["copy_gb_s"]
+            row.copy_share = row.gb_s / self.ceilings["copy_gb_s"]
         row.peak_mib, _ = attempt(lambda: measure.peak_mib(contestant.work(row.pass_), self._device))
         row.host_us = self._host_time(case, row.pass_, contestant.backend)
 
@@ -263,25 +297,40 @@ class Runner:
         return measure.host_microseconds(work, self._device, calls=_TINY_CALLS)
 
 
+def chosen_backends(names: Sequence[str], device: torch.device) -> list[BackendRow]:
+    """The backends of these names, or all, with their state on `device`.
+
+    Raises:
+        BackendUnavailable: if one of the names is not installed.
+    """
+    found = find_backends(device)
+    by_name = {backend.name: backend for backend in found}
+    for name in names:
+        if name not in by_name:
+            raise BackendUnavailable(f"no backend named {name!r} is installed; installed: {', '.join(by_name)}")
+    return [by_name[name] for name in names] or found
+
+
 def gb_per_second(bytes_: int, milliseconds: float) -> float:
     """Bytes over a time, in units of 10**9 bytes a second."""
     return bytes_ / (milliseconds * 1e-3) / 1e9
 
 
-def attempt(action: Callable[[], Result]) -> tuple[Result | None, tuple[str, str] | None]:
+def attempt(action: Callable[[], Result]) -> tuple[Result | None, Failure | None]:
     """The result of `action` and None, or None and the status and reason of its exception."""
     try:
         return action(), None
     except (UnsupportedInput, NotImplementedError) as error:
-        return None, ("unsupported", _first_line(error))
+        return None, ("unsupported", first_line(error))
     except BackendUnavailable as error:
-        return None, ("unavailable", _first_line(error))
+        return None, ("unavailable", first_line(error))
     except torch.OutOfMemoryError:
         return None, ("unsupported", "out of memory")
     except Exception as error:
-        return None, ("error", f"{type(error).__name__}: {_first_line(error)}")
+        return None, ("error", f"{type(error).__name__}: {first_line(error)}")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message that says something."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,110 @@
+"""A whole run: all cases, what is resumed, what becomes of a backend that was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from loss_bench.calls import BackendRow
+from loss_bench.cases import Case
+from loss_bench.results import Report, Row, new_row
+from loss_bench.runner import BASELINE, BackendLostError, Failure, Plan
+
+
+class Executor(Protocol):
+    """``CaseRunner`` or ``Worker``."""
+
+    environment: dict[str, Any]
+    backends: list[BackendRow]
+    ceilings: dict[str, float]
+
+    def run_case(self, case: Case, excluded: Mapping[str, Failure]) -> list[Row]:
+        """The rows of `case`."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+class Session:
+    """Runs cases and keeps their ``report``, which is whole after each of them.
+
+    Args:
+        executor: what runs a case.
+        plan: how.
+        cases: in order.
+        earlier: a report whose finished cases are taken over rather than measured again.
+        after_case: called with the number of cases done and the report.
+
+    Raises:
+        ValueError: if `earlier` is of another device.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        plan: Plan,
+        cases: Sequence[Case],
+        *,
+        earlier: Report | None = None,
+        after_case: Callable[[int, Report], None] = lambda done, report: None,
+    ) -> None:
+        self._executor = executor
+        self._plan = plan
+        self._cases = cases
+        self._after_case = after_case
+        self.report = Report(executor.environment, ceilings=executor.ceilings)
+        self.report.backends = [asdict(backend) for backend in executor.backends]
+        self.report.settings = {**_settings(plan), "baseline": BASELINE}
+        self._earlier = self._fitting(earlier)
+
+    def _fitting(self, earlier: Report | None) -> dict[tuple[object, ...], Row]:
+        if earlier is None:
+            return {}
+        device = self.report.environment["device"]
+        if earlier.environment["device"] != device:
+            raise ValueError(f"the earlier run is of {earlier.environment['device']}, this one of {device}")
+        return {row.key: row for row in earlier.rows}
+
+    def run(self) -> Report:
+        """Measure what is not there yet."""
+        for done, case in enumerate(self._cases):
+            self.report.rows += self._taken_over(case) or self._measured(case)
+            self._after_case(done + 1, self.report)
+        return self.report
+
+    def _blank_rows(self, case: Case) -> list[Row]:
+        device = self.report.environment["device"]
+        return [new_row(case, pass_, b, device) for b in self._executor.backends for pass_ in self._plan.passes]
+
+    def _taken_over(self, case: Case) -> list[Row]:
+        """The earlier rows of `case`, if all of them are there."""
+        keys = [row.key for row in self._blank_rows(case)]
+        if not all(key in self._earlier for key in keys):
+            return []
+        return [self._earlier[key] for key in keys]
+
+    def _measured(self, case: Case) -> list[Row]:
+        excluded: dict[str, Failure] = {}
+        # Each turn of the loop but the last loses one backend.
+        for _ in range(len(self._executor.backends) + 1):
+            try:
+                return self._executor.run_case(case, excluded)
+            except BackendLostError as error:
+                if error.backend is None or error.backend in excluded:
+                    return self._all_failed(case, excluded, error.failure)
+                excluded[error.backend] = error.failure
+        return self._all_failed(case, excluded, ("error", "every backend was lost"))
+
+    def _all_failed(self, case: Case, excluded: Mapping[str, Failure], failure: Failure) -> list[Row]:
+        rows = self._blank_rows(case)
+        for row in rows:
+            row.status, row.reason = excluded.get(row.backend, failure)
+        return rows
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    pairs = asdict(plan)
+    return {name: str(value) if name == "logits" and value else value for name, value in pairs.items()}

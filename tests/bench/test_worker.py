@@ -1,0 +1,113 @@
+"""Backends that take their process with them, and runs that are taken up again."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from loss_bench.calls import BackendRow
+from loss_bench.cases import Case
+from loss_bench.cli import app
+from loss_bench.results import Report, new_row, read_report
+from loss_bench.runner import BackendLostError, Plan
+from loss_bench.session import Session
+from loss_bench.worker import Worker, WorkerError
+from typer.testing import CliRunner
+
+CPU = torch.device("cpu")
+CASES = [Case("cross_entropy", 4, 10, "float32"), Case("cross_entropy", 4, 12, "float32")]
+SIGNATURE = "def cross_entropy(logits, target, weight, byte_lengths, num_items, options):\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "time_limit", "status", "reason"),
+    [
+        ("    import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n", 120, "crashed", "SIGKILL"),
+        ("    import os; os._exit(7)\n", 120, "crashed", "exit status 7"),
+        ("    import time; time.sleep(600)\n", 15, "timeout", "no sign of life for 15 s"),
+    ],
+    ids=["killed", "quits", "hangs"],
+)
+def test_a_lost_backend_costs_nobody_else_a_row(install_backend, tmp_path, body, time_limit, status, reason):
+    install_backend("deadly", SIGNATURE + body)
+    path = tmp_path / "r.json"
+    words = ["run", "--shape", "4x10", "-b", "torch-nn,deadly,torch", "--pass", "forward", "--iters", "2", "-q"]
+    words += ["--device", "cpu", "--json", str(path), "--time-limit", str(time_limit)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1, result.output
+    rows = {row.backend: row for row in read_report(path).rows}
+    assert rows["deadly"].status == status
+    assert reason in rows["deadly"].reason
+    assert rows["torch-nn"].median_ms > 0
+    assert rows["torch"].median_ms > 0
+
+
+def test_a_worker_that_cannot_start_says_why():
+    with pytest.raises(WorkerError, match="no backend named 'nobody'"):
+        Worker(Plan(backends=("nobody",)), CPU)
+
+
+class FakeExecutor:
+    """Runs nothing; loses the backends that it is told to."""
+
+    environment = {"device": "fake"}  # noqa: RUF012
+    ceilings = {"copy_gb_s": 1.0}  # noqa: RUF012
+
+    def __init__(self, losses=()):
+        self.backends = [BackendRow(name, "d", "1", ("cross_entropy",), True, "") for name in ("a", "b", "c")]
+        self.losses = list(losses)
+        self.calls = []
+
+    def run_case(self, case, excluded):
+        self.calls.append((case.classes, sorted(excluded)))
+        if self.losses:
+            raise self.losses.pop(0)
+        rows = [new_row(case, "forward", backend, "fake") for backend in self.backends]
+        for row in rows:
+            row.status, row.reason = excluded.get(row.backend, ("ok", ""))
+        return rows
+
+    def close(self): ...
+
+
+PLAN = Plan(passes=("forward",))
+
+
+def test_each_lost_backend_is_left_out_of_the_next_try():
+    executor = FakeExecutor([BackendLostError("b", ("crashed", "x")), BackendLostError("a", ("timeout", "y"))])
+    report = Session(executor, PLAN, CASES).run()
+    assert executor.calls == [(10, []), (10, ["b"]), (10, ["a", "b"]), (12, [])]
+    assert [row.status for row in report.rows] == ["timeout", "crashed", "ok"] + ["ok"] * 3
+
+
+def test_a_device_that_is_lost_without_a_culprit_ends_the_case_only():
+    report = Session(FakeExecutor([BackendLostError(None, ("error", "gone"))]), PLAN, CASES).run()
+    assert [row.status for row in report.rows] == ["error"] * 3 + ["ok"] * 3
+
+
+def test_the_session_ends_even_if_everything_is_lost():
+    losses = [BackendLostError(name, ("crashed", "x")) for name, _ in itertools.product("abc", range(2))]
+    report = Session(FakeExecutor(losses), PLAN, CASES[:1]).run()
+    assert len(report.rows) == 3
+
+
+def test_resuming_takes_over_whole_cases_only():
+    first = Session(FakeExecutor(), PLAN, CASES).run()
+    first.rows = first.rows[:-1]
+    executor = FakeExecutor()
+    report = Session(executor, PLAN, CASES, earlier=first).run()
+    assert executor.calls == [(12, [])]
+    assert report.rows[0] is first.rows[0]
+    assert len(report.rows) == 6
+
+
+def test_resuming_on_another_device_is_refused():
+    with pytest.raises(ValueError, match="other"):
+        Session(FakeExecutor(), PLAN, CASES, earlier=Report({"device": "other"}))
+
+
+def test_every_finished_case_is_reported_at_once():
+    seen = []
+    Session(FakeExecutor(), PLAN, CASES, after_case=lambda done, report: seen.append((done, len(report.rows)))).run()
+    assert seen == [(1, 3), (2, 6)]
