@@ -1,7 +1,4 @@
-"""The float64 reference and the verdict on a backend's result.
-
-The reference is written out here, apart from loss_core's own, and works through the rows in pieces, so that it never
-needs the whole of the logits in float64.
+"""The verdict on a backend's result, against float64.
 
 An element of a gradient is judged against ``budget * scale``: the scale is the size of the terms that make the
 element (so that a difference of large terms is not asked to be exact), the budget a small multiple of the dtype's
@@ -11,7 +8,6 @@ rounding that leaves room for log-probabilities held in that dtype, as torch its
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +17,7 @@ from loss_bench.calls import Call
 from loss_bench.cases import Case
 from loss_bench.inputs import IGNORE_INDEX, Inputs
 from loss_bench.measure import poison
-
-_PIECE_BYTES = 256 << 20
+from loss_bench.reference import CrossEntropyRows, mean_denominator, pieces, softmax_gradient, softmax_rows
 
 # bf16 log-probabilities near -20 are 0.06 apart, which is 6% of a probability: 8 units of rounding.
 _BUDGET = {
@@ -151,12 +146,6 @@ def _with_ignored_rows(target: Tensor) -> Tensor:
     return changed
 
 
-def _pieces(case: Case) -> Iterator[slice]:
-    step = max(1, _PIECE_BYTES // (8 * case.classes))
-    for start in range(0, case.rows, step):
-        yield slice(start, min(case.rows, start + step))
-
-
 def _verdict(loss_error: float, loss_worst: float, grad: _Errors | None, *, missing: bool, overwrites: bool) -> Verdict:
     reasons = ["no gradient"] if missing else []
     if not loss_worst <= 1:
@@ -168,19 +157,12 @@ def _verdict(loss_error: float, loss_worst: float, grad: _Errors | None, *, miss
     return Verdict(not reasons, loss_error, grad.relative if grad else None, worst, "; ".join(reasons), overwrites)
 
 
-def _mean_denominator(case: Case, target: Tensor, weight: Tensor | None) -> float:
-    if case.options.reduction != "mean":
-        return 1.0
-    kept = target[target != IGNORE_INDEX]
-    return float(weight.double()[kept].sum()) if weight is not None else float(kept.numel())
-
-
 def _judge_cross_entropy(case: Case, result: _Result) -> tuple[float, float, _Errors | None]:
     assert result.target is not None
-    denominator = _mean_denominator(case, result.target, result.weight)
+    denominator = mean_denominator(case, result.target, result.weight)
     errors, row_losses = _Errors(), []
-    for rows in _pieces(case):
-        reference = _CrossEntropyRows(case, result.logits[rows], result.target[rows], result.weight)
+    for rows in pieces(case):
+        reference = CrossEntropyRows(case, result.logits[rows], result.target[rows], result.weight)
         row_losses.append(reference.loss)
         if result.gradient is not None:
             outer = result.upstream[rows] if isinstance(result.upstream, Tensor) else result.upstream
@@ -210,78 +192,13 @@ def _loss_error(case: Case, row_losses: Tensor, output: Tensor, denominator: flo
     return error, error / budget
 
 
-class _CrossEntropyRows:
-    """The loss of some rows in float64, and its gradient with respect to the raw logits."""
-
-    def __init__(self, case: Case, logits: Tensor, target: Tensor, weight: Tensor | None) -> None:
-        self._options = case.options
-        x = logits.double()
-        if case.options.softcap is not None:
-            x = case.options.softcap * torch.tanh(x / case.options.softcap)
-        self._x = x
-        self._keep = target != IGNORE_INDEX
-        self._target = target.long().where(self._keep, 0)[:, None]
-        self._weight = torch.ones(case.classes, dtype=torch.float64, device=x.device) if weight is None else weight
-        self._weight = self._weight.double()
-        self._own_weight = self._weight[self._target[:, 0]]
-        self.lse = torch.logsumexp(x, dim=1)
-        self.loss = self._loss()
-
-    def _loss(self) -> Tensor:
-        smoothing, classes = self._options.label_smoothing, self._x.shape[1]
-        loss = (1 - smoothing) * self._own_weight * (self.lse - self._x.gather(1, self._target)[:, 0])
-        if smoothing:
-            spread = self.lse * self._weight.sum() - self._x @ self._weight
-            loss = loss + smoothing / classes * spread
-        if self._options.z_loss:
-            loss = loss + self._options.z_loss * self.lse.square()
-        return loss.where(self._keep, 0)
-
-    def gradient(self, upstream: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient d loss / d logits times `upstream` (rows,), and the sum of the absolute values of its terms."""
-        smoothing, classes = self._options.label_smoothing, self._x.shape[1]
-        upstream = upstream.where(self._keep, 0)
-        mass = (1 - smoothing) * self._own_weight + smoothing / classes * self._weight.sum()
-        if self._options.z_loss:
-            mass = mass + 2 * self._options.z_loss * self.lse
-        grad = torch.exp(self._x - self.lse[:, None]).mul_((mass * upstream)[:, None])
-        terms = grad.abs()
-        if smoothing:
-            spread = smoothing / classes * self._weight * upstream[:, None]
-            grad -= spread
-            terms += spread.abs()
-        own = ((1 - smoothing) * self._own_weight * upstream)[:, None]
-        grad.scatter_add_(1, self._target, -own)
-        # The target's element is p - 1: what p loses to rounding near 1 is no error of the difference.
-        terms.scatter_add_(1, self._target, own.abs())
-        if self._options.softcap is not None:
-            slope = 1 - (self._x / self._options.softcap).square()
-            grad, terms = grad * slope, terms * slope + terms * torch.finfo(torch.float32).eps
-        return grad, terms
-
-
 def _judge_softmax(case: Case, result: _Result) -> tuple[float, float, _Errors | None]:
     forward, backward = _Errors(), _Errors()
-    for rows in _pieces(case):
-        x = result.logits[rows].double()
-        lse = torch.logsumexp(x, dim=1, keepdim=True)
-        is_log = case.op == "log_softmax"
-        want = x - lse if is_log else torch.exp(x - lse)
-        forward.add(result.output[rows], want, _allowed(case, x.abs() + lse.abs() if is_log else want.clone()))
+    for rows in pieces(case):
+        want, terms = softmax_rows(case, result.logits[rows])
+        forward.add(result.output[rows], want, _allowed(case, terms))
         if result.gradient is not None:
             assert isinstance(result.upstream, Tensor)
-            outer = result.upstream[rows].double()
-            backward.add(result.gradient[rows], *_softmax_gradient(case, want, outer))
+            want, terms = softmax_gradient(case, want, result.upstream[rows].double())
+            backward.add(result.gradient[rows], want, _allowed(case, terms))
     return forward.relative, forward.worst, backward if result.gradient is not None else None
-
-
-def _softmax_gradient(case: Case, output: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of softmax or log-softmax, and the error that each element may have."""
-    if case.op == "log_softmax":
-        probability = output.exp()
-        total = outer.sum(1, keepdim=True)
-        terms = outer.abs() + probability * outer.abs().sum(1, keepdim=True)
-        return outer - probability * total, _allowed(case, terms)
-    total = (outer * output).sum(1, keepdim=True)
-    terms = output * (outer.abs() + (outer * output).abs().sum(1, keepdim=True))
-    return output * (outer - total), _allowed(case, terms)

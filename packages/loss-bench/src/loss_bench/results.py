@@ -37,9 +37,9 @@ from loss_bench.cases import Case
 SCHEMA = "loss-bench/1"
 
 STATUSES = ("ok", "wrong", "unsupported", "unavailable", "error", "crashed", "timeout")
-"""``ok`` was timed. ``wrong``: its result is not that of float64, so it was not. ``unsupported``: the backend does not do
-this case. ``unavailable``: the backend cannot run here. ``error``: it raised something else. ``crashed``: it took its
-process, or the context on the GPU, with it. ``timeout``: it did not come back."""
+"""``ok`` was timed. ``wrong``: its result is not that of float64, so it was not. ``unsupported``: the backend does not
+do this case. ``unavailable``: the backend cannot run here. ``error``: it raised something else. ``crashed``: it took
+its process, or the context on the GPU, with it. ``timeout``: it did not come back."""
 
 FAILURES = ("wrong", "error", "crashed", "timeout")
 """The statuses that set the exit status of the command."""

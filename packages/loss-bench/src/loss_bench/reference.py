@@ -1,0 +1,104 @@
+"""The float64 reference, in pieces of rows.
+
+It is written out here, apart from loss_core's own, so that the two do not share a mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from loss_bench.cases import Case
+from loss_bench.inputs import IGNORE_INDEX
+
+PIECE_BYTES = 256 << 20
+"""Size of a piece of the logits in float64."""
+
+
+def pieces(case: Case) -> Iterator[slice]:
+    """The rows of `case`, a few at a time."""
+    step = max(1, PIECE_BYTES // (8 * case.classes))
+    for start in range(0, case.rows, step):
+        yield slice(start, min(case.rows, start + step))
+
+
+def mean_denominator(case: Case, target: Tensor, weight: Tensor | None) -> float:
+    """What the sum of the row losses is divided by."""
+    if case.options.reduction != "mean":
+        return 1.0
+    kept = target[target != IGNORE_INDEX]
+    return float(weight.double()[kept].sum()) if weight is not None else float(kept.numel())
+
+
+class CrossEntropyRows:
+    """The loss of some rows in float64, and its gradient with respect to the raw logits."""
+
+    def __init__(self, case: Case, logits: Tensor, target: Tensor, weight: Tensor | None) -> None:
+        self._options = case.options
+        x = logits.double()
+        if case.options.softcap is not None:
+            x = case.options.softcap * torch.tanh(x / case.options.softcap)
+        self._x = x
+        self._keep = target != IGNORE_INDEX
+        self._target = target.long().where(self._keep, 0)[:, None]
+        self._weight = torch.ones(case.classes, dtype=torch.float64, device=x.device) if weight is None else weight
+        self._weight = self._weight.double()
+        self._own_weight = self._weight[self._target[:, 0]]
+        self.lse = torch.logsumexp(x, dim=1)
+        self.loss = self._loss()
+
+    def _loss(self) -> Tensor:
+        smoothing, classes = self._options.label_smoothing, self._x.shape[1]
+        loss = (1 - smoothing) * self._own_weight * (self.lse - self._x.gather(1, self._target)[:, 0])
+        if smoothing:
+            spread = self.lse * self._weight.sum() - self._x @ self._weight
+            loss = loss + smoothing / classes * spread
+        if self._options.z_loss:
+            loss = loss + self._options.z_loss * self.lse.square()
+        return loss.where(self._keep, 0)
+
+    def gradient(self, upstream: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient d loss / d logits times `upstream` (rows,), and the sum of the absolute values of its terms."""
+        smoothing, classes = self._options.label_smoothing, self._x.shape[1]
+        upstream = upstream.where(self._keep, 0)
+        mass = (1 - smoothing) * self._own_weight + smoothing / classes * self._weight.sum()
+        if self._options.z_loss:
+            mass = mass + 2 * self._options.z_loss * self.lse
+        grad = torch.exp(self._x - self.lse[:, None]).mul_((mass * upstream)[:, None])
+        terms = grad.abs()
+        if smoothing:
+            spread = smoothing / classes * self._weight * upstream[:, None]
+            grad -= spread
+            terms += spread.abs()
+        own = ((1 - smoothing) * self._own_weight * upstream)[:, None]
+        grad.scatter_add_(1, self._target, -own)
+        # The target's element is p - 1: what p loses to rounding near 1 is no error of the difference.
+        terms.scatter_add_(1, self._target, own.abs())
+        if self._options.softcap is not None:
+            slope = 1 - (self._x / self._options.softcap).square()
+            grad, terms = grad * slope, terms * slope + terms * torch.finfo(torch.float32).eps
+        return grad, terms
+
+
+def softmax_rows(case: Case, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax or log-softmax of some rows in float64, and the size of the terms of each element."""
+    x = logits.double()
+    lse = torch.logsumexp(x, dim=1, keepdim=True)
+    if case.op == "log_softmax":
+        return x - lse, x.abs() + lse.abs()
+    output = torch.exp(x - lse)
+    return output, output.clone()
+
+
+def softmax_gradient(case: Case, output: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of softmax or log-softmax from its output, and the size of the terms of each element."""
+    if case.op == "log_softmax":
+        probability = output.exp()
+        total = outer.sum(1, keepdim=True)
+        terms = outer.abs() + probability * outer.abs().sum(1, keepdim=True)
+        return outer - probability * total, terms
+    total = (outer * output).sum(1, keepdim=True)
+    terms = output * (outer.abs() + (outer * output).abs().sum(1, keepdim=True))
+    return output * (outer - total), terms
