@@ -312,7 +312,7 @@ def _check_range(target: Tensor, classes: int, ignore_index: int, shape: torch.S
         return
     if target.device.type != "cpu" and os.environ.get("LOSS_VALIDATE", "0") in ("", "0"):
         return
-    bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    bad = ((target < 0) | (target >= classes)) & ~_ignored(target, ignore_index)
     if bad.any():
         row = int(bad.nonzero()[0])
         place = tuple(int(i) for i in torch.unravel_index(torch.tensor(row), shape)) if len(shape) > 1 else row
@@ -320,6 +320,11 @@ def _check_range(target: Tensor, classes: int, ignore_index: int, shape: torch.S
             f"target {int(target[row])} in row {place} is outside [0, {classes}) and is not ignore_index "
             f"({ignore_index})"
         )
+
+
+def _ignored(target: Tensor, ignore_index: int) -> Tensor:
+    # Compared with a uint8, -100 would become 156.
+    return (target.long() if target.dtype == torch.uint8 else target) == ignore_index
 
 
 # Choice of the backend
@@ -410,7 +415,7 @@ def _denominator(operands: _Operands, options: CrossEntropyOptions) -> Tensor | 
     if operands.num_items is not None:
         num_items = operands.num_items
         return num_items.squeeze() if isinstance(num_items, Tensor) else num_items
-    live = operands.target != options.ignore_index
+    live = ~_ignored(operands.target, options.ignore_index)
     if operands.byte_lengths is not None:
         return torch.where(live, operands.byte_lengths, 0).sum()
     if operands.weight is None:
