@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.devices import skip_without
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("device")]
 
 OPS = ["cross_entropy", "softmax", "log_softmax"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]

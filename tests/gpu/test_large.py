@@ -5,7 +5,8 @@ import pytest
 import torch
 from support.devices import skip_without
 
-pytestmark = [pytest.mark.gpu, pytest.mark.huge]
+# One process at a time: they would not fit beside one another.
+pytestmark = [pytest.mark.gpu, pytest.mark.huge, pytest.mark.xdist_group("huge")]
 
 
 def loss_of(logits, target):
