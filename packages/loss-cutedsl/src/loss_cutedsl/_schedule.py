@@ -28,6 +28,7 @@ class Schedule(NamedTuple):
         cluster: blocks that share a row.
         stages: rows (in the streamed form: chunks) in shared memory at a time.
         unroll: vectors that a thread takes per step of its loop over a row.
+        blocks: blocks that a multiprocessor is to hold at a time; it bounds the registers of a thread.
     """
 
     threads: int
@@ -35,6 +36,7 @@ class Schedule(NamedTuple):
     cluster: int
     stages: int
     unroll: int
+    blocks: int
 
     def scratch_bytes(self, entry_words: int) -> int:
         """Shared memory for reductions: two halves, an entry per warp of the row; at least a word per warp."""
@@ -98,44 +100,41 @@ def machine(capability: tuple[int, int], processors: int) -> Machine:
     )
 
 
-# A block reserves this much shared memory for itself, and kernels are compiled for at most this many registers per
-# multiprocessor's thread, so that a multiprocessor holds 1024 threads.
+# A block reserves this much shared memory for itself.
 RESERVED_BYTES = 1024
-RESIDENT_THREADS = 1024
 
 
 def resident_blocks(machine: Machine, schedule: Schedule, shared_bytes: int) -> int:
     """Blocks that one multiprocessor holds at a time."""
-    by_threads = max(1, RESIDENT_THREADS // schedule.threads)
-    return max(1, min(by_threads, machine.processor_bytes // (shared_bytes + RESERVED_BYTES)))
+    return max(1, min(schedule.blocks, machine.processor_bytes // (shared_bytes + RESERVED_BYTES)))
 
 
 def _round_up_to_power(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-def held(machine: Machine, vectors: int, inputs: int = 1, entry_words: int = 8) -> Schedule | None:
+def held(
+    machine: Machine, vectors: int, inputs: int = 1, entry_words: int = 8, ragged: bool = False
+) -> Schedule | None:
     """The schedule for rows of that many vectors held in shared memory, or None where they do not fit.
 
     Up to 4 KB a warp takes a row, and nothing has to be synchronised. Longer rows take a block with about 8 vectors a
     thread, so that a multiprocessor holds 1024 threads and 128 KB at any width; rows of more than a quarter of a
     multiprocessor's shared memory take all of its threads they can. What does not fit in one block takes a cluster,
-    the smallest that leaves room.
+    the smallest that leaves room. Ragged rows need registers for their edges, so they take two vectors a step.
     """
     if vectors <= 256:
         per_thread = -(-vectors // 32)
-        unroll = 4 if per_thread > 2 else per_thread
-        threads = 128
-        stages = 2
-        return Schedule(threads, 32, 1, stages, unroll)
+        unroll = min(per_thread, 2 if ragged or per_thread <= 2 else 4)
+        return Schedule(128, 32, 1, 2, unroll, 6)
     for cluster in (1, 2, 4, 8, 16):
         if cluster > 1 and not machine.clusters:
             return None
         share = -(-vectors // cluster)
         threads = min(512, max(64, _round_up_to_power(-(-share // 8))))
-        unroll = 4 if share >= 4 * threads else 2
+        unroll = 4 if share >= 4 * threads and not ragged else 2
         for stages in (2, 1):
-            schedule = Schedule(threads, threads, cluster, stages, unroll)
+            schedule = Schedule(threads, threads, cluster, stages, unroll, 1024 // threads)
             chunks = schedule.chunks(vectors)
             needed = schedule.scratch_bytes(entry_words) + inputs * stages * schedule.slot_bytes(chunks)
             if needed <= machine.block_bytes and (stages == 1 or needed <= machine.processor_bytes // 4):
@@ -143,17 +142,17 @@ def held(machine: Machine, vectors: int, inputs: int = 1, entry_words: int = 8) 
     return None
 
 
-def streamed(machine: Machine, vectors: int) -> Schedule:
+def streamed(machine: Machine, vectors: int, ragged: bool = False) -> Schedule:
     """The schedule for rows that are read once and not held: chunks in flight, blocks enough to hide a row's end."""
     if vectors <= 256:
         per_thread = -(-vectors // 32)
-        return Schedule(128, 32, 1, 4, 4 if per_thread > 2 else per_thread)
+        return Schedule(128, 32, 1, 4, min(per_thread, 2 if ragged or per_thread <= 2 else 4), 5)
     threads = min(256, max(64, _round_up_to_power(-(-vectors // 8))))
-    return Schedule(threads, threads, 1, 2 if threads == 256 else 3, 4)
+    return Schedule(threads, threads, 1, 3, 2 if ragged else 4, 768 // threads)
 
 
 def direct(machine: Machine, vectors: int) -> Schedule:
     """The schedule for rows that go through registers only: element by element work, or too long for anything else."""
     if vectors <= 128:
-        return Schedule(128, 32, 1, 1, max(1, min(4, -(-vectors // 32))))
-    return Schedule(256, 256, 1, 1, 4 if vectors >= 1024 else 1)
+        return Schedule(128, 32, 1, 1, max(1, min(4, -(-vectors // 32))), 8)
+    return Schedule(256, 256, 1, 1, 4 if vectors >= 1024 else 1, 4)

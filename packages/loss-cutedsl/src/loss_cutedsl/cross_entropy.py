@@ -313,6 +313,9 @@ class CrossEntropyForward(CrossEntropyRows):
             smem=shared_bytes,
             stream=stream,
             use_pdl=self.scalar and self.overlap,
+            min_blocks_per_mp=self.schedule.blocks,
+            # Shared memory is where the rows are; and stating it spares the compiler the question to a device.
+            preferred_smem_carveout=100,
         )
 
     # Denominator
@@ -449,7 +452,7 @@ class CrossEntropyForward(CrossEntropyRows):
             for s in cutlass.range_constexpr(self.stages):
                 early_row = first_row + s * row_step
                 early_target = self.load_target(g_target, early_row, early_row < rows, ignore_index)
-                if early_target != ignore_index:
+                if self.reads(early_target, ignore_index, early_row < rows):
                     g_vectors, phase, vectors = self.span(g_logits, logits_stride, early_row, cols)
                     low, high = self.inside(g_vectors, vectors, g_logits, g_end)
                     s_row = s_slots + s * stage_bytes
@@ -468,7 +471,7 @@ class CrossEntropyForward(CrossEntropyRows):
                 next_target = self.load_target(g_target, next_row, next_row < rows, ignore_index)
                 g_next, next_phase, next_vectors = self.span(g_logits, logits_stride, next_row, cols)
                 next_low, next_high = self.inside(g_next, next_vectors, g_logits, g_end)
-                if next_target == ignore_index:
+                if not self.reads(next_target, ignore_index, next_row < rows):
                     next_low = Int32(0)
                     next_high = Int32(0)
                     next_vectors = Int32(0)
@@ -476,10 +479,9 @@ class CrossEntropyForward(CrossEntropyRows):
                 g_vectors, phase, vectors = self.span(g_logits, logits_stride, row, cols)
                 g_out, out_phase, out_vectors = self.span(g_grad, grad_stride, row, cols)
                 wait(self.stages - 1)
-                if target == ignore_index:
+                if not self.reads(target, ignore_index, True):
                     if first == 0:
                         store_float(g_lse + Int64(row) * 4, Float32(0.0))
-                    self.write_ignored(row, first, g_loss, g_z_loss, g_prediction, g_correct)
                     self.write_zeros(g_out, out_phase, out_vectors, first, chunks, cols)
                     self.start_row(s_row, g_next, first, chunks, next_low, next_high)
                 else:
@@ -495,29 +497,29 @@ class CrossEntropyForward(CrossEntropyRows):
                         facts, parity, offset, total, x_sum, w_sum, key, index
                     )
                     loss, z_part, lse, pull = self.row_loss(facts, y, x_y, w_y, offset, total, x_sum, w_sum)
+                    if cutlass.const_expr(self.stats):
+                        if target == ignore_index:
+                            loss = Float32(0.0)
+                            z_part = Float32(0.0)
                     loss_sum = loss_sum + loss
                     z_sum = z_sum + z_part
                     if first == 0:
                         store_float(g_lse + Int64(row) * 4, lse)
-                    self.write_stats(row, first, y, index, g_prediction, g_correct)
-                    self.write_gradient(
-                        facts,
-                        s_row,
-                        g_vectors,
-                        phase,
-                        vectors,
-                        g_out,
-                        out_phase,
-                        y,
-                        x_y,
-                        w_y,
-                        offset,
-                        divide(pull * scale, total),
-                        scale,
-                        g_next,
-                        next_low,
-                        next_high,
-                    )
+                        self.write_stats(row, target != ignore_index, y, index, g_prediction, g_correct)
+                    if cutlass.const_expr(self.stats):
+                        if target == ignore_index:
+                            self.write_zeros(g_out, out_phase, out_vectors, first, chunks, cols)
+                            self.start_row(s_row, g_next, first, chunks, next_low, next_high)
+                        else:
+                            self.write_gradient(
+                                facts, s_row, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, offset,
+                                divide(pull * scale, total), scale, g_next, next_low, next_high,
+                            )  # fmt: skip
+                    else:
+                        self.write_gradient(
+                            facts, s_row, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, offset,
+                            divide(pull * scale, total), scale, g_next, next_low, next_high,
+                        )  # fmt: skip
                 self.copy_edges(s_row, g_next, first, next_phase, next_vectors, next_low, next_high, cols)
                 commit()
                 stage = stage + 1
@@ -539,7 +541,8 @@ class CrossEntropyForward(CrossEntropyRows):
                 y = self.column(target, cols)
                 x_y = Float32(0.0)
                 w_y = Float32(1.0)
-                if target != ignore_index:
+                live = self.reads(target, ignore_index, True)
+                if live:
                     x_y = self.target_logit(g_vectors, phase, y, cols)
                     w_y = self.target_weight(g_weight, y, cols)
                 offset = Float32(LOWEST)
@@ -551,7 +554,7 @@ class CrossEntropyForward(CrossEntropyRows):
                 for chunk in cutlass.range(chunks, unroll=1):
                     wait(self.stages - 1)
                     s_chunk = s_slots + stage * stage_bytes
-                    if target != ignore_index:
+                    if live:
                         self.mask_chunk(facts, s_chunk, chunk, phase, vectors)
                         offset, total, x_sum, w_sum, key, index = self.absorb(
                             facts, s_chunk, Int32(0), chunk, phase,
@@ -564,31 +567,39 @@ class CrossEntropyForward(CrossEntropyRows):
                     stage = stage + 1
                     if stage == self.stages:
                         stage = Int32(0)
-                if target == ignore_index:
-                    if first == 0:
-                        store_float(g_lse + Int64(row) * 4, Float32(0.0))
-                    self.write_ignored(row, first, g_loss, g_z_loss, g_prediction, g_correct)
-                else:
+                loss = Float32(0.0)
+                z_part = Float32(0.0)
+                lse = Float32(0.0)
+                if live:
                     parity = parity ^ 1
                     offset, total, x_sum, w_sum, key, index = self.finish(
                         facts, parity, offset, total, x_sum, w_sum, key, index
                     )
                     loss, z_part, lse, pull = self.row_loss(facts, y, x_y, w_y, offset, total, x_sum, w_sum)
-                    loss_sum = loss_sum + loss
-                    z_sum = z_sum + z_part
-                    if first == 0:
-                        store_float(g_lse + Int64(row) * 4, lse)
-                        if cutlass.const_expr(not self.scalar):
-                            store_float(g_loss + Int64(row) * 4, loss)
-                            if cutlass.const_expr(self.stats):
-                                store_float(g_z_loss + Int64(row) * 4, z_part)
-                    self.write_stats(row, first, y, index, g_prediction, g_correct)
+                if target == ignore_index:
+                    loss = Float32(0.0)
+                    z_part = Float32(0.0)
+                loss_sum = loss_sum + loss
+                z_sum = z_sum + z_part
+                if first == 0:
+                    store_float(g_lse + Int64(row) * 4, lse)
+                    if cutlass.const_expr(not self.scalar):
+                        store_float(g_loss + Int64(row) * 4, loss)
+                        if cutlass.const_expr(self.stats):
+                            store_float(g_z_loss + Int64(row) * 4, z_part)
+                    self.write_stats(row, target != ignore_index, y, index, g_prediction, g_correct)
             if cutlass.const_expr(self.scalar):
                 denominator = self.denominator(g_workspace, g_items, count_grid, denominator_kind, items)
         if cutlass.const_expr(self.scalar):
             self.finish_sum(
                 s_scratch, rank, group, loss_sum, z_sum, denominator, g_workspace, g_loss, g_denominator, g_z_loss
             )
+
+    def reads(self, target, ignore_index, exists):
+        """Whether the logits of a row are looked at: an ignored row's only for its statistics."""
+        if self.stats:
+            return exists if not isinstance(exists, bool) else target == target
+        return target != ignore_index
 
     def first_column(self, first, phase, cols):
         """The first column of this thread's vectors: its argmax as long as it has seen nothing above -inf."""
@@ -622,7 +633,7 @@ class CrossEntropyForward(CrossEntropyRows):
     ):  # fmt: skip
         """Start the copies of the chunk under the cursor, if there is one; move the cursor on."""
         target = self.load_target(g_target, row, row < rows, ignore_index)
-        if target != ignore_index:
+        if self.reads(target, ignore_index, row < rows):
             s_chunk = s_slots + stage * (self.unroll * self.row_threads * VECTOR_BYTES)
             g_vectors, phase, vectors = self.span(g_logits, logits_stride, row, facts.cols)
             low, high = self.inside(g_vectors, vectors, g_logits, g_end)
@@ -718,23 +729,10 @@ class CrossEntropyForward(CrossEntropyRows):
 
     # Results
 
-    @cute.jit
-    def write_ignored(self, row, first, g_loss, g_z_loss, g_prediction, g_correct):
-        if first == 0:
-            if cutlass.const_expr(not self.scalar):
-                store_float(g_loss + Int64(row) * 4, Float32(0.0))
-                if cutlass.const_expr(self.stats):
-                    store_float(g_z_loss + Int64(row) * 4, Float32(0.0))
-            if cutlass.const_expr(self.stats):
-                store_int64(g_prediction + Int64(row) * 8, Int64(0))
-                store_byte(g_correct + Int64(row), Int32(0))
-
-    @cute.jit
-    def write_stats(self, row, first, y, index, g_prediction, g_correct):
-        if cutlass.const_expr(self.stats):
-            if first == 0:
-                store_int64(g_prediction + Int64(row) * 8, Int64(index))
-                store_byte(g_correct + Int64(row), Int32(index == y))
+    def write_stats(self, row, live, y, index, g_prediction, g_correct):
+        if self.stats:
+            store_int64(g_prediction + Int64(row) * 8, Int64(index))
+            store_byte(g_correct + Int64(row), Int32((index == y) & live))
 
     @cute.jit
     def write_gradient(
@@ -1129,10 +1127,10 @@ _backward_plans: dict[tuple, tuple] = {}
 def _forward_plan(index, dtype, cols, ragged, target_bits, gradient, scalar, weighted, smoothing, logits, stats):
     machine = machine_of(index)
     vectors = most_vectors(cols, dtype.itemsize, ragged)
-    schedule = _schedule.held(machine, vectors) if gradient else None
+    schedule = _schedule.held(machine, vectors, 1, ENTRY_WORDS, ragged) if gradient else None
     gradient = schedule is not None
     if schedule is None:
-        schedule = _schedule.streamed(machine, vectors)
+        schedule = _schedule.streamed(machine, vectors, ragged)
     return _make_forward_plan(
         machine, dtype, vectors, schedule, ragged, target_bits, gradient, scalar, weighted, smoothing, logits, stats
     )

@@ -80,6 +80,9 @@ class SoftmaxForward(StagedRows):
             cluster=[self.cluster, 1, 1] if self.cluster > 1 else None,
             smem=shared_bytes,
             stream=stream,
+            min_blocks_per_mp=self.schedule.blocks,
+            # Shared memory is where the rows are; and stating it spares the compiler the question to a device.
+            preferred_smem_carveout=100,
         )
 
     @cute.kernel
@@ -251,6 +254,9 @@ class SoftmaxBackward(StagedRows):
             cluster=[self.cluster, 1, 1] if self.cluster > 1 else None,
             smem=shared_bytes,
             stream=stream,
+            min_blocks_per_mp=self.schedule.blocks,
+            # Shared memory is where the rows are; and stating it spares the compiler the question to a device.
+            preferred_smem_carveout=100,
         )
 
     @cute.kernel
@@ -451,7 +457,7 @@ def backward_arguments():
 def _plan(index, dtype, cols, ragged, backward, log):
     machine = machine_of(index)
     vectors = most_vectors(cols, dtype.itemsize, ragged)
-    schedule = _schedule.held(machine, vectors, 2 if backward else 1, ENTRY_WORDS)
+    schedule = _schedule.held(machine, vectors, 2 if backward else 1, ENTRY_WORDS, ragged)
     held = schedule is not None
     if schedule is None:
         schedule = _schedule.direct(machine, vectors)
