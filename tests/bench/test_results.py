@@ -10,6 +10,7 @@ from importlib import resources
 
 import pytest
 from loss_bench import report as reporting
+from loss_bench.accuracy import Accuracy
 from loss_bench.results import SCHEMA, STATUSES, Report, Row, read_report
 from loss_bench.train import Curve
 from rich.console import Console
@@ -34,6 +35,8 @@ def test_schema_file_names_every_field():
     assert set(SCHEMA_FILE["$defs"]["row"]["required"]) == row_fields == set(SCHEMA_FILE["$defs"]["row"]["properties"])
     curve_fields = {field.name for field in fields(Curve)}
     assert set(SCHEMA_FILE["$defs"]["curve"]["required"]) == curve_fields
+    accuracy_fields = {field.name for field in fields(Accuracy)}
+    assert set(SCHEMA_FILE["$defs"]["accuracy"]["required"]) == accuracy_fields
     assert set(SCHEMA_FILE["required"]) == {field.name for field in fields(Report)} | {"schema"}
     assert SCHEMA_FILE["$id"] == SCHEMA_FILE["properties"]["schema"]["const"] == SCHEMA
     assert tuple(SCHEMA_FILE["$defs"]["status"]["enum"]) == STATUSES

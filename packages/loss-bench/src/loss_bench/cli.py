@@ -16,12 +16,13 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from rich.table import Table
 
 from loss_bench import __version__, cases, report
+from loss_bench.accuracy import KINDS, measure_all
 from loss_bench.calls import find_backends
 from loss_bench.cases import Options, Size
 from loss_bench.compare import compare, comparison_table
 from loss_bench.inputs import RealInputs, read_logits
 from loss_bench.results import Report, environment, merge, read_report
-from loss_bench.runner import CaseRunner, Plan
+from loss_bench.runner import CaseRunner, Plan, chosen_backends
 from loss_bench.session import Executor, Session
 from loss_bench.train import SIZES, read_text, train_all
 from loss_bench.train import Size as TrainSize
@@ -258,6 +259,50 @@ def _command() -> list[str]:
     return ["loss-bench", *sys.argv[1:]]
 
 
+@app.command("accuracy")
+def accuracy_command(
+    ops: Annotated[
+        list[str] | None, typer.Argument(metavar="[OP]...", help=f"{', '.join(cases.OPS)}; default: all.")
+    ] = None,
+    backend: BackendOption = None,
+    shape: Annotated[str, typer.Option("--shape", "-s", help="ROWSxCLASSES.")] = "64x4099",
+    dtype: Annotated[
+        list[str] | None, typer.Option("--dtype", "-d", help="Default: float32, bfloat16, float16.")
+    ] = None,
+    kind: Annotated[list[str] | None, typer.Option(help=f"Inputs: {', '.join(KINDS)}; default: all.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the errors as JSON.")] = None,
+    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write the tables as Markdown.")] = None,
+    device: DeviceOption = None,
+    quiet: QuietOption = False,
+) -> None:
+    """Measure the error of loss and gradient against float64, over easy and hard inputs.
+
+    Errors are counted in units of rounding of the result's dtype; a result that is rounded once is within 0.5.
+    """
+    try:
+        where = _device(device)
+        if where.type == "cuda":
+            torch.cuda.set_device(where)
+        backends = chosen_backends(cases.words(backend), where)
+        dtypes = [cases.parse_dtype(name) for name in cases.words(dtype)] or ["float32", "bfloat16", "float16"]
+        kinds = cases.words(kind) or list(KINDS)
+        for name in kinds:
+            _check_choice("kind", name, tuple(KINDS))
+        names = cases.words(ops) or list(cases.OPS)
+        chosen = cases.build_cases(names, [(*cases.parse_shape(shape), "float32")], dtypes=dtypes)
+    except (ValueError, RuntimeError) as error:
+        raise _fail(error) from error
+    result = Report(environment(where), settings={"seed": seed, "shape": shape})
+    result.backends = [asdict(b) for b in backends]
+    with _progress(quiet) as step:
+        rows = measure_all(chosen, kinds, backends, where, seed=seed, progress=step)
+        result.accuracy = [row.to_json() for row in rows]
+    _deliver(result, json_file, markdown)
+    if result.has_wrong:
+        raise typer.Exit(1)
+
+
 @app.command()
 def train(
     backend: BackendOption = None,
@@ -292,13 +337,13 @@ def train(
         where = _device(device)
         if where.type == "cuda":
             torch.cuda.set_device(where)
-        _check_backends(cases.words(backend), where)
+        found = chosen_backends(cases.words(backend), where)
         chosen = _train_size(where, size, steps=steps, batch=batch, context=context, dtype=dtype)
         data = read_text(text)
     except (ValueError, RuntimeError) as error:
         raise _fail(error) from error
-    found = [b for b in find_backends(where) if "cross_entropy" in b.ops and b.available]
-    names = cases.words(backend) or [b.name for b in found]
+    # A backend that was named is tried even where it says that it cannot run, so that its reason is shown.
+    names = cases.words(backend) or [b.name for b in found if "cross_entropy" in b.ops and b.available]
     with _progress(quiet) as step:
         curves, saved = train_all(names, data, chosen, where, seed=seed, progress=step)
     result = Report(environment(where), settings={**asdict(chosen), "seed": seed, "text": str(text or "stdlib")})
@@ -382,13 +427,6 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
 def _check_choice(what: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(f"unknown {what} {value!r}; known: {', '.join(known)}")
-
-
-def _check_backends(names: list[str], device: torch.device) -> None:
-    known = [backend.name for backend in find_backends(device)]
-    for name in names:
-        if name not in known:
-            raise ValueError(f"no backend named {name!r} is installed; installed: {', '.join(known)}")
 
 
 def _ops(names: list[str] | None, preset: str | None) -> list[str]:

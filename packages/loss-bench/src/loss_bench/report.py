@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from loss_bench.accuracy import Accuracy
 from loss_bench.results import FAILURES, Report, Row
 
 NOTHING = "-"
@@ -162,11 +164,69 @@ def _train_table(report: Report) -> Table:
     return table
 
 
+def accuracy_tables(report: Report) -> list[tuple[str, list[str], list[list[str]]]]:
+    """(title, column titles, lines): for each op, size, dtype and result the backends against the kinds of input."""
+    rows = [Accuracy.from_json(pairs) for pairs in report.accuracy]
+    found: dict[tuple[str, ...], list[Accuracy]] = {}
+    for row in rows:
+        found.setdefault((row.op, f"{row.rows}x{row.classes}", row.dtype), []).append(row)
+    tables = []
+    for key, members in found.items():
+        kinds = list(dict.fromkeys(row.kind for row in members))
+        names = list(dict.fromkeys(row.backend for row in members if row.status != "unavailable"))
+        cells = {(row.backend, row.kind): row for row in members}
+        for part, name in (("result", "loss" if key[0] == "cross_entropy" else "output"), ("grad", "gradient")):
+            title = f"{' '.join(key)}: {name}, error in units of rounding, worst (mean)"
+            lines = [[b, *(_accuracy_cell(cells[b, kind], part) for kind in kinds)] for b in names]
+            tables.append((title, ["backend", *kinds], lines))
+    return tables
+
+
+def _accuracy_cell(row: Accuracy, part: str) -> str:
+    worst, mean = getattr(row, f"{part}_ulp"), getattr(row, f"{part}_ulp_mean")
+    if row.status == "wrong" and worst is None:
+        return "WRONG"
+    if row.status not in ("ok", "wrong"):
+        return "n/a" if row.status == "unsupported" else row.status
+    if not math.isfinite(worst):
+        return "WRONG"
+    single = worst == mean
+    return _short(worst) if single else f"{_short(worst)} ({_short(mean)})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}" if value < 1e4 else f"{value:.0e}"
+
+
+def accuracy_notes(report: Report) -> list[str]:
+    """One line for every reason that a cell holds no number."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for pairs in report.accuracy:
+        if pairs["reason"] and pairs["status"] != "unavailable":
+            where = found.setdefault((pairs["backend"], pairs["reason"]), [])
+            if (place := f"{pairs['dtype']} {pairs['kind']}") not in where:
+                where.append(place)
+    return [f"{backend} ({', '.join(where)}): {reason}" for (backend, reason), where in found.items()]
+
+
+def _accuracy_table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left")
+    for line in lines:
+        table.add_row(*(Text(cell, style="red" if cell == "WRONG" else "") for cell in line))
+    return table
+
+
 def print_report(report: Report, console: Console) -> None:
     """Print every table of `report`, the backends that cannot run last."""
     console.print(header(report), highlight=False)
     if report.train:
         console.print(_train_table(report))
+    for table in accuracy_tables(report):
+        console.print(_accuracy_table(*table))
+    for line in accuracy_notes(report):
+        console.print(Text(f"  {line}", style="dim"))
     if report.settings.get("preset") == "seeds":
         for op, lines in seeds_rows(report.rows):
             console.print(_seeds_table(op, lines))
@@ -265,6 +325,10 @@ def to_markdown(report: Report) -> str:
     if report.train:
         lines += [_markdown_line(TRAIN_TITLES), _markdown_line(["---", *["---:"] * (len(TRAIN_TITLES) - 1)])]
         lines += [*(_markdown_line(train_cells(curve)) for curve in report.train), ""]
+    for title, columns, table in accuracy_tables(report):
+        lines += [f"### {title}", "", _markdown_line(columns), _markdown_line(["---"] + ["---:"] * (len(columns) - 1))]
+        lines += [*map(_markdown_line, table), ""]
+    lines += [*(f"- {line}" for line in accuracy_notes(report)), ""]
     if report.settings.get("preset") == "seeds":
         for op, cells in seeds_rows(report.rows):
             lines += [f"### {op}", "", _markdown_line(SEEDS_TITLES), _markdown_line(["---"] * len(SEEDS_TITLES))]

@@ -11,6 +11,7 @@ A file holds one object::
     backends      [{"name", "distribution", "version", "ops", "available", "reason"}]
     rows          [the fields of ``Row``]
     train         [the fields of ``train.Curve``], empty but for ``loss-bench train``
+    accuracy      [the fields of ``accuracy.Accuracy``], empty but for ``loss-bench accuracy``
 
 Units are part of the names. A number that does not exist is null. Readers ignore fields that they do not know;
 a change that would mislead such a reader raises the number in ``schema``. The same in the form of a JSON Schema is
@@ -136,6 +137,7 @@ class Report:
     backends: list[dict[str, Any]] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     train: list[dict[str, Any]] = field(default_factory=list)
+    accuracy: list[dict[str, Any]] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
     created: str = field(
         default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -144,7 +146,7 @@ class Report:
     @property
     def has_wrong(self) -> bool:
         """Whether a result was wrong, or a backend broke on a case that it had accepted."""
-        statuses = [row.status for row in self.rows] + [curve["status"] for curve in self.train]
+        statuses = [row.status for row in self.rows] + [found["status"] for found in self.train + self.accuracy]
         return not set(FAILURES).isdisjoint(statuses)
 
     def to_json(self) -> dict[str, Any]:
@@ -193,7 +195,8 @@ def merge(reports: Sequence[Report]) -> Report:
     curves = [curve for found in reports for curve in found.train]
     if not rest:
         return first
-    return replace(first, rows=list(rows.values()), backends=list(backends.values()), train=curves)
+    accuracy = [row for found in reports for row in found.accuracy]
+    return replace(first, rows=list(rows.values()), backends=list(backends.values()), train=curves, accuracy=accuracy)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -1,0 +1,76 @@
+"""Errors in units of rounding."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from loss_bench import accuracy
+from loss_bench.accuracy import KINDS, make_inputs, units_of_rounding
+from loss_bench.calls import BackendRow
+from loss_bench.cases import Case
+from loss_bench.cli import app
+from typer.testing import CliRunner
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_neighbour_is_one_unit_away(dtype):
+    values = torch.tensor([1.0, 1.5, 0.37, 1e-3, 200.0, -3.0], dtype=dtype)
+    neighbours = torch.nextafter(values.float(), torch.tensor(9e9)) if dtype == torch.float32 else None
+    if neighbours is None:
+        bits = values.view(torch.int16) + 1
+        neighbours = bits.view(dtype)
+    error = (neighbours.double() - values.double()).abs()
+    assert units_of_rounding(error, values.double(), dtype).tolist() == pytest.approx([1.0] * 6)
+
+
+def test_rounding_once_is_within_half_a_unit():
+    truth = torch.randn(1000, dtype=torch.float64)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        units = units_of_rounding((truth.to(dtype).double() - truth).abs(), truth, dtype)
+        assert 0.4 < units.max() <= 0.5
+
+
+def test_equal_infinities_are_right_and_other_infinities_are_not():
+    errors = accuracy._Errors(torch.float32)
+    want = torch.tensor([-torch.inf, 1.0], dtype=torch.float64)
+    errors.add(torch.tensor([-torch.inf, 1.0]), want)
+    assert errors.units == 0
+    errors.add(torch.tensor([0.0, 1.0]), want)
+    assert errors.units == torch.inf
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_are_finite_but_for_the_mask(kind):
+    case = Case("cross_entropy", 16, 101, "float16")
+    logits, target = make_inputs(case, kind, CPU, 0)
+    assert not logits.isnan().any()
+    assert (logits == -torch.inf).any() == (kind == "masked")
+    kept = target >= 0
+    assert kept.sum() == 14
+    assert logits[kept].gather(1, target[kept, None]).isfinite().all()
+
+
+def test_a_nan_is_called_wrong(bad_backends):
+    row = accuracy.measure_accuracy(
+        Case("cross_entropy", 8, 20, "float32"), "ordinary", BackendRow("nan", "d", "1", ("cross_entropy",), True, ""),
+        CPU, 0,
+    )  # fmt: skip
+    assert row.status == "wrong"
+    assert row.to_json()["grad_ulp"] is None
+
+
+def test_command(bad_backends, tmp_path):
+    path = tmp_path / "a.json"
+    words = ["accuracy", "cross_entropy", "log_softmax", "-b", "torch,torch-nn,nan", "-s", "8x50", "-d", "bf16,fp32"]
+    result = CliRunner().invoke(app, [*words, "-q", "--device", "cpu", "--json", str(path)])
+    assert result.exit_code == 1, result.output
+    assert "WRONG" in result.output
+    rows = json.loads(path.read_text())["accuracy"]
+    assert len(rows) == 2 * 2 * len(KINDS) * 3
+    ours = [r for r in rows if r["backend"] == "torch" and r["dtype"] == "bfloat16" and r["op"] == "cross_entropy"]
+    assert all(row["grad_ulp"] < 1.01 for row in ours)
+    assert result.output.count("error in units of rounding") == 8
