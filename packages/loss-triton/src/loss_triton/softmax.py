@@ -27,9 +27,9 @@ def _trace_name(name: str) -> Callable[[Any], str]:
 
 
 @triton.jit
-def _body(row_ptr, classes, VECTOR: tl.constexpr):
-    """Where the vectors of a row start and how many elements they hold, in elements; everything if VECTOR is 1."""
-    if VECTOR == 1:
+def _body(row_ptr, classes, VECTOR: tl.constexpr, EDGES: tl.constexpr):
+    """Where the whole vectors of a row start and how many elements they hold."""
+    if not EDGES:
         return 0, classes
     else:
         SIZE: tl.constexpr = row_ptr.dtype.element_ty.primitive_bitwidth // 8
@@ -39,12 +39,38 @@ def _body(row_ptr, classes, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _vectors(row_ptr, head, column, VECTOR: tl.constexpr):
-    """Pointers to columns counted from the first vector, with the alignment that the compiler cannot see."""
-    if VECTOR == 1:
+def _vectors(row_ptr, head, column, EDGES: tl.constexpr):
+    """Pointers to columns counted from the first whole vector, with the alignment that the compiler cannot see."""
+    if not EDGES:
         return row_ptr + column
     else:
         return tl.multiple_of((row_ptr + head) + column, (1, 16))
+
+
+@triton.jit
+def _columns(start, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """SIZE columns from start, as (SIZE // WIDTH, WIDTH)."""
+    return start + tl.arange(0, SIZE // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+
+
+@triton.jit
+def _lane_max(x, LANES: tl.constexpr):
+    """Maximum of each lane, a lane being the columns that one thread holds of (rounds, width)."""
+    VECTOR: tl.constexpr = x.shape[1] // LANES
+    return tl.max(tl.max(tl.reshape(x, (x.shape[0], LANES, VECTOR)), 2), 0)
+
+
+@triton.jit
+def _lane_sum(x, LANES: tl.constexpr):
+    """Sum of each lane."""
+    VECTOR: tl.constexpr = x.shape[1] // LANES
+    return tl.sum(tl.sum(tl.reshape(x, (x.shape[0], LANES, VECTOR)), 2), 0)
+
+
+@triton.jit
+def _over_lanes(value, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """A lane's value for each of its columns, as (1, width)."""
+    return tl.reshape(tl.broadcast_to(value[:, None], (LANES, VECTOR)), (1, LANES * VECTOR))
 
 
 @triton.jit
@@ -77,25 +103,26 @@ def _normalized(shifted, normalizer, LOG: tl.constexpr):
 def softmax_fwd_kernel(
     input_ptr, output_ptr,
     rows, classes, input_stride, output_stride,
-    LOG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    LOG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """y = exp(x - max(x)) / sum(exp(x - max(x))), or its logarithm. One program does ROWS rows, held in registers.
 
     input_ptr: (rows, classes), floating point. output_ptr: (rows, classes), floating point.
-    BLOCK is at least classes. VECTOR > 1 peels the edge; both tensors then start their vectors at the same columns.
+    BLOCK is at least classes. VECTOR elements are 16 bytes. EDGES peels the edges, which both tensors' rows must have
+    at the same columns.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     x_row = input_ptr + row * input_stride
     y_row = output_ptr + row * output_stride
-    head, body = _body(x_row, classes, VECTOR)
+    head, body = _body(x_row, classes, VECTOR, EDGES)
     inside = (row < rows) & (column < body)
 
     x = tl.load(
-        _vectors(x_row, head, column, VECTOR), mask=inside, other=float("-inf"), eviction_policy="evict_first"
+        _vectors(x_row, head, column, EDGES), mask=inside, other=float("-inf"), eviction_policy="evict_first"
     ).to(tl.float32)
     peak = tl.max(x, 1, keep_dims=True)
-    if VECTOR > 1:
+    if EDGES:
         edge, at_edge = _edge(head, body, classes, VECTOR)
         at_edge = at_edge & (row < rows)
         x_edge = tl.load(x_row + edge, mask=at_edge, other=float("-inf")).to(tl.float32)
@@ -103,13 +130,13 @@ def softmax_fwd_kernel(
 
     # A row of -inf has -inf - -inf = NaN here, as it should; so has one with +inf or NaN.
     total = tl.sum(tl.exp(x - peak), 1, keep_dims=True)
-    if VECTOR > 1:
+    if EDGES:
         total += tl.sum(tl.exp(x_edge - peak), 1, keep_dims=True)
     normalizer = _normalizer(total, LOG)
 
     y = _normalized(x - peak, normalizer, LOG).to(output_ptr.dtype.element_ty)
-    tl.store(_vectors(y_row, head, column, VECTOR), y, mask=inside, eviction_policy="evict_first")
-    if VECTOR > 1:
+    tl.store(_vectors(y_row, head, column, EDGES), y, mask=inside, eviction_policy="evict_first")
+    if EDGES:
         y_edge = _normalized(x_edge - peak, normalizer, LOG).to(output_ptr.dtype.element_ty)
         tl.store(y_row + edge, y_edge, mask=at_edge)
 
@@ -118,7 +145,8 @@ def softmax_fwd_kernel(
 def softmax_fwd_long_kernel(
     input_ptr, output_ptr,
     classes, input_stride, output_stride,
-    LOG: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    LOG: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """y = exp(x - max(x)) / sum(exp(x - max(x))), or its logarithm. One program does one row in two sweeps.
 
@@ -127,50 +155,51 @@ def softmax_fwd_long_kernel(
     caches still have them.
 
     input_ptr: (rows, classes), floating point. output_ptr: (rows, classes), floating point.
-    LANES divides BLOCK and HOLD, BLOCK is at most HOLD. VECTOR as in softmax_fwd_kernel.
+    LANES * VECTOR divides BLOCK and HOLD, BLOCK is at most HOLD. VECTOR and EDGES as in softmax_fwd_kernel.
     """
     row = tl.program_id(0).to(tl.int64)
     x_row = input_ptr + row * input_stride
     y_row = output_ptr + row * output_stride
-    head, body = _body(x_row, classes, VECTOR)
-    lane = tl.arange(0, LANES)[None, :]
-    column = tl.arange(0, BLOCK // LANES)[:, None] * LANES + lane
+    head, body = _body(x_row, classes, VECTOR, EDGES)
     blocks = tl.cdiv(tl.maximum(body - HOLD, 0), BLOCK)
-    held_column = blocks * BLOCK + tl.arange(0, HOLD // LANES)[:, None] * LANES + lane
+    held_column = _columns(blocks * BLOCK, HOLD, LANES * VECTOR)
     inside = held_column < body
 
     lane_peak = tl.full((LANES,), float("-inf"), tl.float32)
     lane_total = tl.zeros((LANES,), tl.float32)
     for block in range(blocks):
-        x = tl.load(_vectors(x_row, head, block * BLOCK + column, VECTOR), eviction_policy="evict_last").to(tl.float32)
-        new_peak = tl.maximum(lane_peak, tl.max(x, 0))
+        column = _columns(block * BLOCK, BLOCK, LANES * VECTOR)
+        x = tl.load(_vectors(x_row, head, column, EDGES), eviction_policy="evict_last").to(tl.float32)
+        new_peak = tl.maximum(lane_peak, _lane_max(x, LANES))
         # A lane that has seen only -inf subtracts 0, not -inf.
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        lane_total = lane_total * tl.exp(lane_peak - shift) + tl.sum(tl.exp(x - shift[None, :]), 0)
+        lane_total = lane_total * tl.exp(lane_peak - shift) + _lane_sum(
+            tl.exp(x - _over_lanes(shift, LANES, VECTOR)), LANES
+        )
         lane_peak = new_peak
 
-    held_ptr = _vectors(x_row, head, held_column, VECTOR)
+    held_ptr = _vectors(x_row, head, held_column, EDGES)
     held = tl.load(held_ptr, mask=inside, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
-    peak = tl.max(tl.maximum(lane_peak, tl.max(held, 0)), 0)
-    if VECTOR > 1:
+    peak = tl.max(tl.maximum(lane_peak, _lane_max(held, LANES)), 0)
+    if EDGES:
         edge, at_edge = _edge(head, body, classes, VECTOR)
         x_edge = tl.load(x_row + edge, mask=at_edge, other=float("-inf")).to(tl.float32)
         peak = tl.maximum(peak, tl.max(tl.max(x_edge, 1), 0))
-    total = tl.sum(lane_total * tl.exp(lane_peak - peak) + tl.sum(tl.exp(held - peak), 0), 0)
-    if VECTOR > 1:
+    total = tl.sum(lane_total * tl.exp(lane_peak - peak) + _lane_sum(tl.exp(held - peak), LANES), 0)
+    if EDGES:
         total += tl.sum(tl.sum(tl.exp(x_edge - peak), 1), 0)
     normalizer = _normalizer(total, LOG)
 
     held_y = _normalized(held - peak, normalizer, LOG).to(output_ptr.dtype.element_ty)
-    tl.store(_vectors(y_row, head, held_column, VECTOR), held_y, mask=inside, eviction_policy="evict_first")
-    if VECTOR > 1:
+    tl.store(_vectors(y_row, head, held_column, EDGES), held_y, mask=inside, eviction_policy="evict_first")
+    if EDGES:
         y_edge = _normalized(x_edge - peak, normalizer, LOG).to(output_ptr.dtype.element_ty)
         tl.store(y_row + edge, y_edge, mask=at_edge)
     for block in range(blocks):
-        again = (blocks - 1 - block) * BLOCK + column
-        x = tl.load(_vectors(x_row, head, again, VECTOR), eviction_policy="evict_first").to(tl.float32)
+        again = _columns((blocks - 1 - block) * BLOCK, BLOCK, LANES * VECTOR)
+        x = tl.load(_vectors(x_row, head, again, EDGES), eviction_policy="evict_first").to(tl.float32)
         y = _normalized(x - peak, normalizer, LOG).to(output_ptr.dtype.element_ty)
-        tl.store(_vectors(y_row, head, again, VECTOR), y, eviction_policy="evict_first")
+        tl.store(_vectors(y_row, head, again, EDGES), y, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -194,27 +223,27 @@ def _input_gradient(g, y, total, LOG: tl.constexpr):
 def softmax_bwd_kernel(
     grad_output_ptr, output_ptr, grad_input_ptr,
     rows, classes, grad_output_stride, output_stride, grad_input_stride,
-    LOG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    LOG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """dx = y * (g - sum(g * y)), or for the logarithm g - exp(y) * sum(g). One program does ROWS rows, in registers.
 
     grad_output_ptr, output_ptr, grad_input_ptr: (rows, classes), floating point.
-    BLOCK and VECTOR as in softmax_fwd_kernel.
+    BLOCK, VECTOR and EDGES as in softmax_fwd_kernel.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     g_row = grad_output_ptr + row * grad_output_stride
     y_row = output_ptr + row * output_stride
     dx_row = grad_input_ptr + row * grad_input_stride
-    head, body = _body(y_row, classes, VECTOR)
+    head, body = _body(y_row, classes, VECTOR, EDGES)
     inside = (row < rows) & (column < body)
 
-    g_ptr = _vectors(g_row, head, column, VECTOR)
-    y_ptr = _vectors(y_row, head, column, VECTOR)
+    g_ptr = _vectors(g_row, head, column, EDGES)
+    y_ptr = _vectors(y_row, head, column, EDGES)
     g = tl.load(g_ptr, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
     y = tl.load(y_ptr, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
     total = tl.sum(_summand(g, y, LOG), 1, keep_dims=True)
-    if VECTOR > 1:
+    if EDGES:
         edge, at_edge = _edge(head, body, classes, VECTOR)
         at_edge = at_edge & (row < rows)
         g_edge = tl.load(g_row + edge, mask=at_edge, other=0.0).to(tl.float32)
@@ -222,8 +251,8 @@ def softmax_bwd_kernel(
         total += tl.sum(_summand(g_edge, y_edge, LOG), 1, keep_dims=True)
 
     dx = _input_gradient(g, y, total, LOG).to(grad_input_ptr.dtype.element_ty)
-    tl.store(_vectors(dx_row, head, column, VECTOR), dx, mask=inside, eviction_policy="evict_first")
-    if VECTOR > 1:
+    tl.store(_vectors(dx_row, head, column, EDGES), dx, mask=inside, eviction_policy="evict_first")
+    if EDGES:
         dx_edge = _input_gradient(g_edge, y_edge, total, LOG).to(grad_input_ptr.dtype.element_ty)
         tl.store(dx_row + edge, dx_edge, mask=at_edge)
 
@@ -232,59 +261,57 @@ def softmax_bwd_kernel(
 def softmax_bwd_long_kernel(
     grad_output_ptr, output_ptr, grad_input_ptr,
     classes, grad_output_stride, output_stride, grad_input_stride,
-    LOG: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    LOG: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """dx = y * (g - sum(g * y)), or for the logarithm g - exp(y) * sum(g). One program does one row in two sweeps.
 
     The sweeps are those of softmax_fwd_long_kernel. The logarithm's first one reads g alone.
 
     grad_output_ptr, output_ptr, grad_input_ptr: (rows, classes), floating point.
-    BLOCK, HOLD, LANES and VECTOR as in softmax_fwd_long_kernel.
+    BLOCK, HOLD, LANES, VECTOR and EDGES as in softmax_fwd_long_kernel.
     """
     row = tl.program_id(0).to(tl.int64)
     g_row = grad_output_ptr + row * grad_output_stride
     y_row = output_ptr + row * output_stride
     dx_row = grad_input_ptr + row * grad_input_stride
-    head, body = _body(y_row, classes, VECTOR)
-    lane = tl.arange(0, LANES)[None, :]
-    column = tl.arange(0, BLOCK // LANES)[:, None] * LANES + lane
+    head, body = _body(y_row, classes, VECTOR, EDGES)
     blocks = tl.cdiv(tl.maximum(body - HOLD, 0), BLOCK)
-    held_column = blocks * BLOCK + tl.arange(0, HOLD // LANES)[:, None] * LANES + lane
+    held_column = _columns(blocks * BLOCK, HOLD, LANES * VECTOR)
     inside = held_column < body
 
     lane_total = tl.zeros((LANES,), tl.float32)
     for block in range(blocks):
-        g_ptr = _vectors(g_row, head, block * BLOCK + column, VECTOR)
-        g = tl.load(g_ptr, eviction_policy="evict_last").to(tl.float32)
+        column = _columns(block * BLOCK, BLOCK, LANES * VECTOR)
+        g = tl.load(_vectors(g_row, head, column, EDGES), eviction_policy="evict_last").to(tl.float32)
         if LOG:
-            lane_total += tl.sum(g, 0)
+            lane_total += _lane_sum(g, LANES)
         else:
-            y_ptr = _vectors(y_row, head, block * BLOCK + column, VECTOR)
-            y = tl.load(y_ptr, eviction_policy="evict_last").to(tl.float32)
-            lane_total += tl.sum(g * y, 0)
+            y = tl.load(_vectors(y_row, head, column, EDGES), eviction_policy="evict_last").to(tl.float32)
+            lane_total += _lane_sum(g * y, LANES)
 
-    held_g_ptr = _vectors(g_row, head, held_column, VECTOR)
-    held_y_ptr = _vectors(y_row, head, held_column, VECTOR)
+    held_g_ptr = _vectors(g_row, head, held_column, EDGES)
+    held_y_ptr = _vectors(y_row, head, held_column, EDGES)
     held_g = tl.load(held_g_ptr, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
     held_y = tl.load(held_y_ptr, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    total = tl.sum(lane_total + tl.sum(_summand(held_g, held_y, LOG), 0), 0)
-    if VECTOR > 1:
+    total = tl.sum(lane_total + _lane_sum(_summand(held_g, held_y, LOG), LANES), 0)
+    if EDGES:
         edge, at_edge = _edge(head, body, classes, VECTOR)
         g_edge = tl.load(g_row + edge, mask=at_edge, other=0.0).to(tl.float32)
         y_edge = tl.load(y_row + edge, mask=at_edge, other=0.0).to(tl.float32)
         total += tl.sum(tl.sum(_summand(g_edge, y_edge, LOG), 1), 0)
 
     held_dx = _input_gradient(held_g, held_y, total, LOG).to(grad_input_ptr.dtype.element_ty)
-    tl.store(_vectors(dx_row, head, held_column, VECTOR), held_dx, mask=inside, eviction_policy="evict_first")
-    if VECTOR > 1:
+    tl.store(_vectors(dx_row, head, held_column, EDGES), held_dx, mask=inside, eviction_policy="evict_first")
+    if EDGES:
         dx_edge = _input_gradient(g_edge, y_edge, total, LOG).to(grad_input_ptr.dtype.element_ty)
         tl.store(dx_row + edge, dx_edge, mask=at_edge)
     for block in range(blocks):
-        again = (blocks - 1 - block) * BLOCK + column
-        g = tl.load(_vectors(g_row, head, again, VECTOR), eviction_policy="evict_first").to(tl.float32)
-        y = tl.load(_vectors(y_row, head, again, VECTOR), eviction_policy="evict_first").to(tl.float32)
+        again = _columns((blocks - 1 - block) * BLOCK, BLOCK, LANES * VECTOR)
+        g = tl.load(_vectors(g_row, head, again, EDGES), eviction_policy="evict_first").to(tl.float32)
+        y = tl.load(_vectors(y_row, head, again, EDGES), eviction_policy="evict_first").to(tl.float32)
         dx = _input_gradient(g, y, total, LOG).to(grad_input_ptr.dtype.element_ty)
-        tl.store(_vectors(dx_row, head, again, VECTOR), dx, eviction_policy="evict_first")
+        tl.store(_vectors(dx_row, head, again, EDGES), dx, eviction_policy="evict_first")
 
 
 class Schedule(NamedTuple):
@@ -299,12 +326,11 @@ class Schedule(NamedTuple):
 # Widest row that stays in registers, by direction; beyond it, the loop.
 _WHOLE = {"forward": 32768, "backward": 16384}
 _NARROW_TILE = 2048
-_SPAN = {1: 8, 2: 8, 4: 4}
 
 
 @functools.cache
-def _schedule(direction: str, classes: int, size: int) -> Schedule:
-    """The schedule of rows of `classes` elements, of which the widest tensor's have `size` bytes."""
+def _schedule(direction: str, classes: int) -> Schedule:
+    """The schedule of rows of `classes` elements."""
     if classes <= _WHOLE[direction]:
         block = triton.next_power_of_2(classes)
         rows = max(1, _NARROW_TILE // block)
@@ -312,22 +338,23 @@ def _schedule(direction: str, classes: int, size: int) -> Schedule:
     return Schedule(1, 8192, 16384, 16)
 
 
-_MAX_WARPS = 16 if torch.version.hip else 32
-"""A work-group of an AMD GPU has at most 16 wavefronts."""
+_WARP = 64 if torch.version.hip else 32
+"""Threads per warp where it matters for speed."""
 
 
-def _vector(classes: int, tensors: tuple[Tensor, ...]) -> int:
-    """1 where every access is aligned as it is, or none can be; else the width of the vectors between the edges."""
-    width = 4
+def _vectors_and_edges(classes: int, tensors: tuple[Tensor, ...]) -> tuple[int, bool]:
+    """Elements of the narrowest tensor in 16 bytes, and whether the rows of all have edges, at the same columns."""
+    vector = 4
     multiple = classes
     for tensor in tensors:
-        width = max(width, 16 // tensor.element_size())
+        vector = max(vector, 16 // tensor.element_size())
         multiple |= tensor.stride(0) | tensor.data_ptr()
-    if not multiple & 15:
-        return 1
-    starts = {(tensor.data_ptr() // tensor.element_size()) % width for tensor in tensors}
-    steps = {tensor.stride(0) % width for tensor in tensors}
-    return width if len(starts) == 1 and (len(steps) == 1 or tensors[0].shape[0] == 1) else 1
+    # The compiler knows what is a multiple of 16, in elements as in bytes.
+    if not multiple & 15 or classes < 2 * vector:
+        return vector, False
+    starts = {tensor.data_ptr() // tensor.element_size() % vector for tensor in tensors}
+    steps = {tensor.stride(0) % vector for tensor in tensors}
+    return vector, len(starts) == 1 and (len(steps) == 1 or tensors[0].shape[0] == 1)
 
 
 def _check(*tensors: Tensor) -> None:
@@ -361,9 +388,8 @@ def _forward(input: Tensor, output: Tensor, LOG: bool) -> None:
     rows, classes = input.shape
     if not rows or not classes:
         return
-    size = max(input.element_size(), output.element_size())
-    schedule = _schedule("forward", classes, size)
-    vector = _vector(classes, (input, output))
+    schedule = _schedule("forward", classes)
+    vector, edges = _vectors_and_edges(classes, (input, output))
     if schedule.hold:
         softmax_fwd_long_kernel[(rows,)](
             input,
@@ -374,8 +400,9 @@ def _forward(input: Tensor, output: Tensor, LOG: bool) -> None:
             LOG=LOG,
             BLOCK=schedule.block,
             HOLD=schedule.hold,
-            LANES=schedule.warps * 32 * 16 // size,
+            LANES=schedule.warps * _WARP,
             VECTOR=vector,
+            EDGES=edges,
             num_warps=schedule.warps,
         )
     else:
@@ -390,6 +417,7 @@ def _forward(input: Tensor, output: Tensor, LOG: bool) -> None:
             ROWS=schedule.rows,
             BLOCK=schedule.block,
             VECTOR=vector,
+            EDGES=edges,
             num_warps=schedule.warps,
         )
 
@@ -399,9 +427,8 @@ def _backward(grad_output: Tensor, output: Tensor, grad_input: Tensor, LOG: bool
     rows, classes = output.shape
     if not rows or not classes:
         return
-    size = max(output.element_size(), grad_input.element_size())
-    schedule = _schedule("backward", classes, size)
-    vector = _vector(classes, (output, grad_output, grad_input))
+    schedule = _schedule("backward", classes)
+    vector, edges = _vectors_and_edges(classes, (output, grad_output, grad_input))
     if schedule.hold:
         softmax_bwd_long_kernel[(rows,)](
             grad_output,
@@ -414,8 +441,9 @@ def _backward(grad_output: Tensor, output: Tensor, grad_input: Tensor, LOG: bool
             LOG=LOG,
             BLOCK=schedule.block,
             HOLD=schedule.hold,
-            LANES=schedule.warps * 32 * 16 // size,
+            LANES=schedule.warps * _WARP,
             VECTOR=vector,
+            EDGES=edges,
             num_warps=schedule.warps,
         )
     else:
@@ -432,5 +460,6 @@ def _backward(grad_output: Tensor, output: Tensor, grad_input: Tensor, LOG: bool
             ROWS=schedule.rows,
             BLOCK=schedule.block,
             VECTOR=vector,
+            EDGES=edges,
             num_warps=schedule.warps,
         )
