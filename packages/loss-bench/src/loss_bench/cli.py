@@ -166,6 +166,9 @@ def run(
         Path | None, typer.Option("--json", help="Write the results as JSON (schema loss-bench/1).")
     ] = None,
     markdown: Annotated[Path | None, typer.Option("--markdown", help="Write the tables as Markdown.")] = None,
+    graph: Annotated[
+        bool, typer.Option("--graph/--no-graph", help="On a GPU, time CUDA graphs of the passes as well.")
+    ] = True,
     resume: Annotated[
         Path | None,
         typer.Option("--resume", help="JSON of an interrupted run: its finished cases are taken over.", exists=True),
@@ -204,7 +207,7 @@ def run(
         earlier = read_report(resume) if resume else None
     except (ValueError, RuntimeError) as error:
         raise _fail(error) from error
-    plan = Plan(tuple(backends), tuple(chosen_passes), iters, warmup, _BUDGET_MS[where.type], seed, logits)
+    plan = Plan(tuple(backends), tuple(chosen_passes), iters, warmup, _BUDGET_MS[where.type], seed, logits, graph)
     with _progress(quiet) as step:
         found = _run(plan, where, chosen, step, json_file, earlier, preset, None if in_process else time_limit)
     found.settings["preset"] = preset

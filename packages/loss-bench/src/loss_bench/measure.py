@@ -104,6 +104,62 @@ class PassWork:
         result.backward(self.inputs.grad_output[which] if self.inputs.grad_output else None)
 
 
+class GraphWork:
+    """``Work`` that replays a CUDA graph of a pass: the GPU's own time, without the host's.
+
+    The backward half alone is not captured: its graph would have to begin in the middle of autograd's.
+
+    Args:
+        work: the pass; its first set of inputs is used.
+
+    Raises:
+        RuntimeError: if the backend cannot be captured, most often because it waits for the GPU.
+    """
+
+    def __init__(self, work: PassWork) -> None:
+        self._work = work
+        self._leaf = work.inputs.logits[0].detach().requires_grad_(work.pass_ != "no-grad")
+        self._target = work.inputs.target[0] if work.inputs.target else None
+        self._outer = work.inputs.grad_output[0] if work.inputs.grad_output else None
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._restore()
+                self._body()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._restore()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=stream):
+            self._results = self._body()
+
+    def _restore(self) -> None:
+        if self._work.pristine is not None:
+            with torch.no_grad():
+                self._leaf.detach().copy_(self._work.pristine[0])
+
+    def _body(self) -> object:
+        if self._work.pass_ == "no-grad":
+            with torch.no_grad():
+                return self._work.call(self._leaf, self._target)
+        result = self._work.call(self._leaf, self._target)
+        if self._work.pass_ == "forward":
+            return result
+        # Not backward(): the node that accumulates into a leaf belongs to the stream on which it was made.
+        return torch.autograd.grad(result, self._leaf, self._outer)
+
+    def prepare(self, index: int) -> None:
+        """Restore overwritten logits."""
+        self._restore()
+
+    def run(self, index: int) -> None:
+        """Replay."""
+        self._graph.replay()
+
+    def finish(self, index: int) -> None:
+        """The results stay in the graph's own memory."""
+
+
 class Timer(Protocol):
     """Times the iterations of a ``Work``."""
 

@@ -68,13 +68,25 @@ COLUMNS = (
     Column("20-80% ms", _spread),
     Column("GB/s", lambda row: _number(row.gb_s, ".0f")),
     Column("% of copy", lambda row: _share(row.copy_share)),
+    Column("graph ms", lambda row: milliseconds(row.graph_ms)),
+    Column("% of copy (graph)", lambda row: _share(row.graph_share)),
     Column("host us", lambda row: _number(row.host_us, ".0f")),
     Column("peak MiB", lambda row: _number(row.peak_mib, ".1f")),
     Column("x torch", lambda row: _number(row.speedup, ".2f")),
     Column("error loss / grad", _error),
 )
 _LABELS = 3
-_DISPENSABLE = ("20-80% ms", "peak MiB", "GB/s", "host us", "error loss / grad", "% of copy", "dtype")
+_DISPENSABLE = (
+    "20-80% ms",
+    "graph ms",
+    "% of copy (graph)",
+    "peak MiB",
+    "GB/s",
+    "host us",
+    "error loss / grad",
+    "% of copy",
+    "dtype",
+)
 
 
 def groups(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
@@ -268,7 +280,7 @@ def _table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
 
 def _fitting_table(title: str, rows: Sequence[Row], console: Console) -> Table:
     """The table without the columns that matter least, as many as it takes to fit into the console."""
-    columns = list(COLUMNS)
+    columns = filled_columns(rows)
     table = _table(title, rows, columns)
     for name in _DISPENSABLE:
         if _wanted_width(table, console) <= console.width:
@@ -276,6 +288,12 @@ def _fitting_table(title: str, rows: Sequence[Row], console: Console) -> Table:
         columns = [column for column in columns if column.title != name]
         table = _table(title, rows, columns)
     return table
+
+
+def filled_columns(rows: Sequence[Row]) -> list[Column]:
+    """The columns that hold anything, such as those that exist on a GPU only."""
+    cells = [[column.cell(row) for row in rows if row.status == "ok"] for column in COLUMNS]
+    return [column for column, found in zip(COLUMNS, cells, strict=True) if not found or set(found) != {NOTHING}]
 
 
 def _wanted_width(table: Table, console: Console) -> int:
@@ -311,7 +329,8 @@ def footnotes(report: Report) -> list[str]:
     lines = [
         (
             "GB/s: the fewest bytes that the pass has to move over its median; % of copy: against a copy in this "
-            "process. x torch: torch.nn.functional's median over this one. host us: of one call at 64 x 512."
+            "process. graph: replayed as a CUDA graph, without the host. x torch: torch.nn.functional's median over "
+            "this one. host us: of one call at 64 x 512."
         ),
         "error: against float64, relative (norm of the difference over the norm).",
     ]
@@ -336,9 +355,10 @@ def to_markdown(report: Report) -> str:
     if not report.rows:
         return "\n".join(lines)
     for title, rows in groups(_without_silent(report.rows)):
-        lines += [f"### {title}", "", _markdown_line([column.title for column in COLUMNS])]
-        lines.append(_markdown_line(["---:" if column.numeric else "---" for column in COLUMNS]))
-        lines += [_markdown_line(_cells(row, COLUMNS, first=True)) for row in rows]
+        kept = filled_columns(rows)
+        lines += [f"### {title}", "", _markdown_line([column.title for column in kept])]
+        lines.append(_markdown_line(["---:" if column.numeric else "---" for column in kept]))
+        lines += [_markdown_line(_cells(row, kept, first=True)) for row in rows]
         lines += ["", *(f"- {line}" for line in notes(rows)), ""]
     return "\n".join(lines + [f"- {line}" for line in footnotes(report)]) + "\n"
 

@@ -61,6 +61,8 @@ class Row:
         samples: how many.
         gb_s: the pass's fewest bytes over the median.
         copy_share: that as a share of the copy bandwidth of the same process.
+        graph_ms, graph_share: median of the pass replayed as a CUDA graph, and its share of the copy bandwidth; null
+            where it cannot be captured, and for the backward half, which is not.
         host_us: host time of one call at a tiny size.
         peak_mib: memory beyond the inputs.
         speedup: the baseline's median over this one.
@@ -88,6 +90,8 @@ class Row:
     samples: int = 0
     gb_s: float | None = None
     copy_share: float | None = None
+    graph_ms: float | None = None
+    graph_share: float | None = None
     host_us: float | None = None
     peak_mib: float | None = None
     speedup: float | None = None

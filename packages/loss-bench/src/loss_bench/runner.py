@@ -52,6 +52,7 @@ class Plan:
         budget_ms: time for one pass of one backend, where `iterations` is None.
         seed: of the inputs.
         logits: file of logits and labels to use in place of random ones.
+        graph: whether passes are timed as CUDA graphs too, on a GPU.
     """
 
     backends: tuple[str, ...] = ()
@@ -61,6 +62,7 @@ class Plan:
     budget_ms: float = 300.0
     seed: int = 0
     logits: Path | None = None
+    graph: bool = True
 
 
 class BackendLostError(Exception):
@@ -280,8 +282,22 @@ class CaseRunner:
         if bytes_ is not None and summary.median > 0:
             row.gb_s = gb_per_second(bytes_, summary.median)
             row.copy_share = row.gb_s / self.ceilings["copy_gb_s"]
+        if self._plan.graph and self._device.type == "cuda" and row.pass_ != "backward":
+            self._fill_graph(row, contestant, bytes_, summary.samples)
         row.peak_mib, _ = attempt(lambda: measure.peak_mib(contestant.work(row.pass_), self._device))
         row.host_us = self._host_time(case, row.pass_, contestant.backend)
+
+    def _fill_graph(self, row: Row, contestant: _Contestant, bytes_: int | None, iterations: int) -> None:
+        def replay() -> float:
+            work = measure.GraphWork(contestant.work(row.pass_))
+            return measure.summarize(self._timer.time(work, iterations, 2)).median
+
+        row.graph_ms, failure = self._attempt(contestant.backend, replay)
+        if failure is not None:
+            row.note = "; ".join(filter(None, (row.note, "cannot be captured in a CUDA graph")))
+            self._release()
+        elif row.graph_ms and bytes_ is not None:
+            row.graph_share = gb_per_second(bytes_, row.graph_ms) / self.ceilings["copy_gb_s"]
 
     def _host_time(self, case: Case, pass_: str, backend: BackendRow) -> float | None:
         tiny = Case(case.op, TINY_ROWS, TINY_CLASSES, case.dtype, case.options)
