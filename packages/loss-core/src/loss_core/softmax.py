@@ -91,7 +91,9 @@ def _first_that_can(op: str, input: Tensor, dim: int, dtype: torch.dtype, backen
             if hasattr(choice.module, f"{op}_forward"):
                 return _kernels(op, input, dim, dtype, choice.module)
             with device_of(input):
-                rows = getattr(choice.module, op)(to_rows(input, dim))
+                # Widened before, not after: its result is rounded to the dtype that it was given.
+                widened = to_rows(input, dim).to(torch.promote_types(input.dtype, dtype))
+                rows = getattr(choice.module, op)(widened)
             return from_rows(rows.to(dtype), input.shape, dim)
         except UnsupportedInput as error:
             if backend is not None:
