@@ -17,9 +17,9 @@ from ._schedule import VECTOR_BYTES, Schedule
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
-# The running maximum starts at a finite number: with -inf, a thread that has seen only -inf logits would compute
-# -inf - -inf = NaN. Finite logits below it do not occur in half precision, and in float32 only next to finfo.min.
-LOWEST = -3.0e38
+# The running maximum starts at the lowest finite number: with -inf, a thread that has seen only -inf logits would
+# compute -inf - -inf = NaN.
+LOWEST = -3.4028234663852886e38
 
 
 def ptx(code, outputs=None, inputs=None, predicate=None):
@@ -495,7 +495,7 @@ class StagedRows:
         values = [s_mine, lane, *words]
         if self.cluster > 1:
             code = (
-                "{ .reg .pred p; .reg .b32 a; setp.lt.u32 p, {$r1}, %d; mapa.shared::cluster.u32 a, {$r0}, {$r1}; "
+                "{ .reg .pred p; .reg .b32 a; setp.lt.u32 p, {$r1}, %d; @p mapa.shared::cluster.u32 a, {$r0}, {$r1}; "
                 % self.cluster
             )
             space, base = "shared::cluster", "a"
@@ -524,29 +524,33 @@ class StagedRows:
             [s_entry, index, default],
         )
 
-    def combine_logsum(self, pairs):
-        """(offset, sum) pairs, each standing for sum * 2**offset, as one pair."""
-        offset = tree([pair[0] for pair in pairs], maximum)
-        return offset, tree([pair[1] * exp2(pair[0] - offset) for pair in pairs], add)
+    def absorb_values(self, t, power, highest, total):
+        """Take values into a running (maximum, sum of 2**((t - maximum) * power)).
 
-    def reduce_row(self, s_scratch, parity, thread, rank, offset, total, sums=(), best=None):
-        """Reduce over the threads of a row: a (offset, sum) pair, plain sums, and a (key, index) argmax."""
-        top = warp_reduce(offset, maximum)
-        total = warp_reduce(total * exp2(offset - top), add)
-        offset = top
+        The maximum itself contributes exactly 1, and differences are taken before they are scaled: so large values
+        lose nothing, and a row with one class left has exactly probability 1.
+        """
+        raised = maximum(highest, tree(t, maximum))
+        fresh = [exp2((value - raised) * power) for value in t]
+        return raised, fma(total, exp2((highest - raised) * power), tree(fresh, add))
+
+    def reduce_row(self, s_scratch, parity, thread, rank, power, highest, total, sums=(), best=None):
+        """Reduce over the threads of a row: a (maximum, sum) pair, plain sums, and a (key, index) argmax."""
+        top = warp_reduce(highest, maximum)
+        total = warp_reduce(total * exp2((highest - top) * power), add)
+        highest = top
         sums = [warp_reduce(value, add) for value in sums]
         if best is not None:
             best = warp_argmax(*best)
         if self.warps * self.cluster == 1:
-            return offset, total, sums, best
-        words = [offset, total, *sums, *(best or ())]
+            return highest, total, sums, best
+        words = [highest, total, *sums, *(best or ())]
         entries = self.exchange(s_scratch, parity, thread, rank, words)
         pairs = [
             (self.read_entry(entry, 0, Float32(LOWEST)), self.read_entry(entry, 1, Float32(0.0))) for entry in entries
         ]
-        offset, total = self.combine_logsum(pairs)
-        top = warp_reduce(offset, maximum)
-        total = warp_reduce(total * exp2(offset - top), add)
+        top = warp_reduce(tree([pair[0] for pair in pairs], maximum), maximum)
+        total = warp_reduce(tree([pair[1] * exp2((pair[0] - top) * power) for pair in pairs], add), add)
         reduced = []
         for i in range(len(sums)):
             values = [self.read_entry(entry, 2 + i, Float32(0.0)) for entry in entries]

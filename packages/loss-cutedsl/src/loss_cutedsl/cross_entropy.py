@@ -1,12 +1,13 @@
 """Cross-entropy: the forward with the gradient in it, the forward alone, the recomputing backward, the rescale.
 
-With x the logits after scale and softcap, in base 2: t = x * log2(e), and for a row of V classes with target y::
+With x the logits after scale and softcap, and for a row of V classes with target y, maximum m = max x and
+total = sum_c exp(x[c] - m)::
 
-    offset = max t      total = sum_c 2 ** (t[c] - offset)      lse = ln2 * (offset + log2 total)
+    lse    = m + log(total)
     loss   = (1 - e) * w[y] * (lse - x[y]) + e / V * sum_c w[c] * (lse - x[c]) + z * lse ** 2
     d loss / d x[c] = p[c] * ((1 - e) * w[y] + e / V * sum w + 2 z lse) - (1 - e) * w[y] * [c = y] - e / V * w[c]
 
-All in float32; ``offset`` is rounded once and used as if exact, so that large logits lose nothing. The sum runs
+All in float32, differences to the maximum before anything else, so that large logits lose nothing. The sum runs
 online, with a running maximum (Milakov and Gimelshein 2018). The gradient in the same pass as the loss, for
 scalar reductions whose denominator is known before the logits are read, is as in Liger (Hsu et al. 2024).
 
@@ -81,8 +82,8 @@ ENTRY_WORDS = 8
 class RowFacts(NamedTuple):
     """What stays the same over the rows of one launch.
 
-    ``factor``: logit_scale * log2(e), or with softcap c: logit_scale / c; ``limit``: c * log2(e).
-    ``confidence``, ``share``: 1 - e and e / V.
+    The kernels work with values t = x / unit, whose powers are exp(x - m) = 2 ** ((t - max t) * power). ``inner`` is the
+    factor of a logit before the softcap ``limit``. ``confidence``, ``share``: 1 - e and e / V.
     """
 
     cols: Int32
@@ -95,51 +96,65 @@ class RowFacts(NamedTuple):
     z_loss: Float32
     confidence: Float32
     share: Float32
-    logit_scale: Float32
-    factor: Float32
+    inner: Float32
     limit: Float32
+    unit: Float32
+    power: Float32
 
 
 class CrossEntropyRows(StagedRows):
     """What the kernels of cross-entropy share: a row's logits, loss, and gradient.
 
-    ``logits``, a compile-time fact, is how a raw logit x becomes t = log2(e) * softcap(logit_scale * x): "linear"
-    (positive scale, no softcap: a factor that goes into one multiply-add with the offset), "scaled" (any scale) or
-    "softcap".
+    ``logits``, a compile-time fact, is how a raw logit r becomes t: "linear" (positive scale s, no softcap: t = r and
+    the scale is the unit), "scaled" (any scale: t = s r) or "softcap" (t = c tanh(s r / c)).
     """
 
-    def transform(self, facts, x, col):
-        """t, or for "linear" still x; -inf for columns outside the row."""
-        if self.logits == "linear":
-            return x
-        if self.logits == "scaled":
-            return select_below(col, facts.cols, x * facts.factor, Float32(float("-inf")))
-        return select_below(col, facts.cols, tanh(x * facts.factor) * facts.limit, Float32(float("-inf")))
+    def row_facts(
+        self, cols, chunks, first, thread, rank, s_scratch, g_weight, label_smoothing, z_loss, logit_scale, softcap
+    ):  # fmt: skip
+        linear = self.logits == "linear"
+        return RowFacts(
+            cols=cols,
+            chunks=chunks,
+            first=first,
+            thread=thread,
+            rank=rank,
+            s_scratch=s_scratch,
+            g_weight=g_weight,
+            z_loss=z_loss,
+            confidence=Float32(1.0) - label_smoothing,
+            share=divide(label_smoothing, Float32(cols)),
+            inner=divide(logit_scale, softcap) if self.logits == "softcap" else logit_scale,
+            limit=softcap,
+            unit=logit_scale if linear else Float32(1.0),
+            power=logit_scale * Float32(LOG2E) if linear else Float32(LOG2E),
+        )
 
-    def above(self, facts, t, offset):
-        """t - offset, the exponent, of what ``transform`` returned."""
+    def value(self, facts, raw, col):
+        """t of a raw logit; -inf for columns outside the row."""
         if self.logits == "linear":
-            return fma(t, facts.factor, Float32(0.0) - offset)
-        return t - offset
+            return raw
+        t = raw * facts.inner
+        if self.logits == "softcap":
+            t = tanh(t) * facts.limit
+        return select_below(col, facts.cols, t, Float32(float("-inf")))
 
-    def slope(self, facts, x):
-        """The softcap's derivative at x, or None for 1."""
+    def slope(self, facts, raw):
+        """The softcap's derivative at a raw logit, or None for 1."""
         if self.logits != "softcap":
             return None
-        bounded = tanh(x * facts.factor)
+        bounded = tanh(raw * facts.inner)
         return fma(Float32(0.0) - bounded, bounded, Float32(1.0))
 
-    def row_loss(self, facts, y, x_y, w_y, offset, total, x_sum, w_sum):
+    def row_loss(self, facts, y, x_y, w_y, highest, total, x_sum, w_sum):
         """Loss, its z-loss part, lse, and the factor of the probabilities in the gradient; NaN if y is no class."""
-        log_total = log2(total)
-        lse = (offset + log_total) * Float32(LN2)
-        t_y = self.above(facts, self.transform(facts, x_y, y), offset)
+        log_total = log2(total) * Float32(LN2)
+        lse = fma(highest, facts.unit, log_total)
         push = facts.confidence * w_y
-        loss = push * ((log_total - t_y) * Float32(LN2))
+        loss = push * (log_total - (self.value(facts, x_y, y) - highest) * facts.unit)
         pull = push
         if self.smoothing:
-            x_total = x_sum * (Float32(LN2) if self.logits == "softcap" else facts.logit_scale)
-            loss = fma(facts.share, fma(w_sum, lse, Float32(0.0) - x_total), loss)
+            loss = fma(facts.share, fma(w_sum, lse, Float32(0.0) - x_sum * facts.unit), loss)
             pull = fma(facts.share, w_sum, pull)
         z_part = facts.z_loss * lse * lse
         pull = fma(facts.z_loss * Float32(2.0), lse, pull)
@@ -147,11 +162,12 @@ class CrossEntropyRows(StagedRows):
         loss = select_below(y, facts.cols, loss + z_part, nan)
         pull = select_below(y, facts.cols, pull, nan)
         return loss, z_part, lse, pull
-    def gradient_values(self, facts, raw, col, offset, pull, scale):
+
+    def gradient_values(self, facts, raw, col, highest, pull, scale):
         """Gradient of elements from column ``col`` on, without the target's own term."""
         values = []
         for lane in range(len(raw)):
-            value = exp2(self.above(facts, self.transform(facts, raw[lane], col + lane), offset))
+            value = exp2((self.value(facts, raw[lane], col + lane) - highest) * facts.power)
             if self.smoothing:
                 push = Float32(0.0) - facts.share * scale
                 if self.weighted:
@@ -163,12 +179,12 @@ class CrossEntropyRows(StagedRows):
             values.append(value if slope is None else value * slope)
         return values
 
-    def target_gradient(self, facts, y, x_y, w_y, g_out, out_phase, offset, pull, scale):
+    def target_gradient(self, facts, y, x_y, w_y, g_out, out_phase, highest, pull, scale):
         """Store the target's gradient, formed in float32."""
         push = facts.confidence * w_y
         if self.smoothing:
             push = fma(facts.share, w_y, push)
-        value = exp2(self.above(facts, self.transform(facts, x_y, y), offset)) * pull - push * scale
+        value = exp2((self.value(facts, x_y, y) - highest) * facts.power) * pull - push * scale
         slope = self.slope(facts, x_y)
         if slope is not None:
             value = value * slope
@@ -271,8 +287,7 @@ class CrossEntropyForward(CrossEntropyRows):
         label_smoothing: Float32,
         z_loss: Float32,
         logit_scale: Float32,
-        factor: Float32,
-        limit: Float32,
+        softcap: Float32,
         stream,
     ):
         if cutlass.const_expr(self.scalar):
@@ -304,8 +319,7 @@ class CrossEntropyForward(CrossEntropyRows):
             label_smoothing,
             z_loss,
             logit_scale,
-            factor,
-            limit,
+            softcap,
         ).launch(
             grid=[grid, 1, 1],
             block=[self.threads, 1, 1],
@@ -411,8 +425,7 @@ class CrossEntropyForward(CrossEntropyRows):
         label_smoothing: Float32,
         z_loss: Float32,
         logit_scale: Float32,
-        factor: Float32,
-        limit: Float32,
+        softcap: Float32,
     ):
         """One group of threads (a warp, a block or a cluster) takes rows in turn."""
         thread, group, rank, first_row, row_step = self.place()
@@ -428,20 +441,8 @@ class CrossEntropyForward(CrossEntropyRows):
             # A block must not write to the shared memory of one that has not started.
             cluster_barrier()
 
-        facts = RowFacts(
-            cols=cols,
-            chunks=chunks,
-            first=first,
-            thread=thread,
-            rank=rank,
-            s_scratch=s_scratch,
-            g_weight=g_weight,
-            z_loss=z_loss,
-            confidence=Float32(1.0) - label_smoothing,
-            share=divide(label_smoothing, Float32(cols)),
-            logit_scale=logit_scale,
-            factor=factor,
-            limit=limit,
+        facts = self.row_facts(
+            cols, chunks, first, thread, rank, s_scratch, g_weight, label_smoothing, z_loss, logit_scale, softcap
         )
         loss_sum = Float32(0.0)
         z_sum = Float32(0.0)
@@ -465,61 +466,61 @@ class CrossEntropyForward(CrossEntropyRows):
 
         if cutlass.const_expr(self.gradient):
             scale = divide(logit_scale, denominator)
+            target = self.load_target(g_target, first_row, first_row < rows, ignore_index)
             for row in cutlass.range(first_row, rows, row_step, unroll=1):
-                target = self.load_target(g_target, row, row >= 0, ignore_index)
+                # Targets are loaded well before they are needed: this row's with the row before.
+                coming_row = row + row_step
+                coming_target = self.load_target(g_target, coming_row, coming_row < rows, ignore_index)
                 next_row = row + self.stages * row_step
-                next_target = self.load_target(g_target, next_row, next_row < rows, ignore_index)
+                next_target = coming_target
+                if cutlass.const_expr(self.stages > 1):
+                    next_target = self.load_target(g_target, next_row, next_row < rows, ignore_index)
+                s_row = s_slots + stage * stage_bytes
+                g_vectors, phase, vectors = self.span(g_logits, logits_stride, row, cols)
+                g_out, out_phase, out_vectors = self.span(g_grad, grad_stride, row, cols)
+                y = self.column(target, cols)
+                x_y = Float32(0.0)
+                w_y = Float32(1.0)
+                highest = Float32(LOWEST)
+                total = Float32(1.0)
+                pull = Float32(0.0)
+                lse = Float32(0.0)
+                wait(self.stages - 1)
+                if self.reads(target, ignore_index, True):
+                    x_y = self.target_logit(g_vectors, phase, y, cols)
+                    w_y = self.target_weight(g_weight, y, cols)
+                    self.mask_edges(
+                        s_row, first, phase, vectors, chunks * self.unroll, cols, Float32(float("-inf"))
+                    )
+                    highest, total, x_sum, w_sum, key, index = self.sum_held(facts, s_row, phase)
+                    parity = parity ^ 1
+                    highest, total, x_sum, w_sum, key, index = self.finish(
+                        facts, parity, highest, total, x_sum, w_sum, key, index
+                    )
+                    loss, z_part, lse, pull = self.row_loss(facts, y, x_y, w_y, highest, total, x_sum, w_sum)
+                    if target != ignore_index:
+                        loss_sum = loss_sum + loss
+                        z_sum = z_sum + z_part
+                    if first == 0:
+                        self.write_stats(row, target != ignore_index, y, index, g_prediction, g_correct)
+                if first == 0:
+                    store_float(g_lse + Int64(row) * 4, lse)
+
                 g_next, next_phase, next_vectors = self.span(g_logits, logits_stride, next_row, cols)
                 next_low, next_high = self.inside(g_next, next_vectors, g_logits, g_end)
                 if not self.reads(next_target, ignore_index, next_row < rows):
                     next_low = Int32(0)
                     next_high = Int32(0)
                     next_vectors = Int32(0)
-                s_row = s_slots + stage * stage_bytes
-                g_vectors, phase, vectors = self.span(g_logits, logits_stride, row, cols)
-                g_out, out_phase, out_vectors = self.span(g_grad, grad_stride, row, cols)
-                wait(self.stages - 1)
-                if not self.reads(target, ignore_index, True):
-                    if first == 0:
-                        store_float(g_lse + Int64(row) * 4, Float32(0.0))
+                if target != ignore_index:
+                    self.write_gradient(
+                        facts, s_row, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, highest,
+                        divide(pull * scale, total), scale, g_next, next_low, next_high,
+                    )  # fmt: skip
+                else:
                     self.write_zeros(g_out, out_phase, out_vectors, first, chunks, cols)
                     self.start_row(s_row, g_next, first, chunks, next_low, next_high)
-                else:
-                    y = self.column(target, cols)
-                    x_y = self.target_logit(g_vectors, phase, y, cols)
-                    w_y = self.target_weight(g_weight, y, cols)
-                    self.mask_edges(
-                        s_row, first, phase, vectors, chunks * self.unroll, cols, Float32(float("-inf"))
-                    )
-                    offset, total, x_sum, w_sum, key, index = self.sum_held(facts, s_row, phase)
-                    parity = parity ^ 1
-                    offset, total, x_sum, w_sum, key, index = self.finish(
-                        facts, parity, offset, total, x_sum, w_sum, key, index
-                    )
-                    loss, z_part, lse, pull = self.row_loss(facts, y, x_y, w_y, offset, total, x_sum, w_sum)
-                    if cutlass.const_expr(self.stats):
-                        if target == ignore_index:
-                            loss = Float32(0.0)
-                            z_part = Float32(0.0)
-                    loss_sum = loss_sum + loss
-                    z_sum = z_sum + z_part
-                    if first == 0:
-                        store_float(g_lse + Int64(row) * 4, lse)
-                        self.write_stats(row, target != ignore_index, y, index, g_prediction, g_correct)
-                    if cutlass.const_expr(self.stats):
-                        if target == ignore_index:
-                            self.write_zeros(g_out, out_phase, out_vectors, first, chunks, cols)
-                            self.start_row(s_row, g_next, first, chunks, next_low, next_high)
-                        else:
-                            self.write_gradient(
-                                facts, s_row, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, offset,
-                                divide(pull * scale, total), scale, g_next, next_low, next_high,
-                            )  # fmt: skip
-                    else:
-                        self.write_gradient(
-                            facts, s_row, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, offset,
-                            divide(pull * scale, total), scale, g_next, next_low, next_high,
-                        )  # fmt: skip
+                target = coming_target
                 self.copy_edges(s_row, g_next, first, next_phase, next_vectors, next_low, next_high, cols)
                 commit()
                 stage = stage + 1
@@ -530,10 +531,11 @@ class CrossEntropyForward(CrossEntropyRows):
             ahead_row = first_row
             ahead_chunk = Int32(0)
             ahead_stage = Int32(0)
+            ahead_target = self.load_target(g_target, first_row, first_row < rows, ignore_index)
             for s in cutlass.range_constexpr(self.stages):
-                ahead_row, ahead_chunk, ahead_stage = self.start_chunk(
+                ahead_row, ahead_chunk, ahead_stage, ahead_target = self.start_chunk(
                     facts, s_slots, g_logits, logits_stride, g_end, g_target, ignore_index, rows, row_step,
-                    ahead_row, ahead_chunk, ahead_stage,
+                    ahead_row, ahead_chunk, ahead_stage, ahead_target,
                 )  # fmt: skip
             for row in cutlass.range(first_row, rows, row_step, unroll=1):
                 target = self.load_target(g_target, row, row >= 0, ignore_index)
@@ -545,7 +547,7 @@ class CrossEntropyForward(CrossEntropyRows):
                 if live:
                     x_y = self.target_logit(g_vectors, phase, y, cols)
                     w_y = self.target_weight(g_weight, y, cols)
-                offset = Float32(LOWEST)
+                highest = Float32(LOWEST)
                 total = Float32(0.0)
                 x_sum = Float32(0.0)
                 w_sum = Float32(0.0)
@@ -556,13 +558,13 @@ class CrossEntropyForward(CrossEntropyRows):
                     s_chunk = s_slots + stage * stage_bytes
                     if live:
                         self.mask_chunk(facts, s_chunk, chunk, phase, vectors)
-                        offset, total, x_sum, w_sum, key, index = self.absorb(
+                        highest, total, x_sum, w_sum, key, index = self.absorb(
                             facts, s_chunk, Int32(0), chunk, phase,
-                            offset, total, x_sum, w_sum, key, index,
+                            highest, total, x_sum, w_sum, key, index,
                         )  # fmt: skip
-                    ahead_row, ahead_chunk, ahead_stage = self.start_chunk(
+                    ahead_row, ahead_chunk, ahead_stage, ahead_target = self.start_chunk(
                         facts, s_slots, g_logits, logits_stride, g_end, g_target, ignore_index, rows, row_step,
-                        ahead_row, ahead_chunk, ahead_stage,
+                        ahead_row, ahead_chunk, ahead_stage, ahead_target,
                     )  # fmt: skip
                     stage = stage + 1
                     if stage == self.stages:
@@ -572,10 +574,10 @@ class CrossEntropyForward(CrossEntropyRows):
                 lse = Float32(0.0)
                 if live:
                     parity = parity ^ 1
-                    offset, total, x_sum, w_sum, key, index = self.finish(
-                        facts, parity, offset, total, x_sum, w_sum, key, index
+                    highest, total, x_sum, w_sum, key, index = self.finish(
+                        facts, parity, highest, total, x_sum, w_sum, key, index
                     )
-                    loss, z_part, lse, pull = self.row_loss(facts, y, x_y, w_y, offset, total, x_sum, w_sum)
+                    loss, z_part, lse, pull = self.row_loss(facts, y, x_y, w_y, highest, total, x_sum, w_sum)
                 if target == ignore_index:
                     loss = Float32(0.0)
                     z_part = Float32(0.0)
@@ -629,10 +631,10 @@ class CrossEntropyForward(CrossEntropyRows):
 
     @cute.jit
     def start_chunk(
-        self, facts, s_slots, g_logits, logits_stride, g_end, g_target, ignore_index, rows, row_step, row, chunk, stage
+        self, facts, s_slots, g_logits, logits_stride, g_end, g_target, ignore_index, rows, row_step, row, chunk, stage,
+        target,
     ):  # fmt: skip
         """Start the copies of the chunk under the cursor, if there is one; move the cursor on."""
-        target = self.load_target(g_target, row, row < rows, ignore_index)
         if self.reads(target, ignore_index, row < rows):
             s_chunk = s_slots + stage * (self.unroll * self.row_threads * VECTOR_BYTES)
             g_vectors, phase, vectors = self.span(g_logits, logits_stride, row, facts.cols)
@@ -646,28 +648,29 @@ class CrossEntropyForward(CrossEntropyRows):
         if chunk == facts.chunks:
             chunk = Int32(0)
             row = row + row_step
-        return row, chunk, stage
+            target = self.load_target(g_target, row, row < rows, ignore_index)
+        return row, chunk, stage, target
 
     @cute.jit
     def sum_held(self, facts, s_row, phase):
         """This thread's part of the row's sums, from shared memory."""
-        offset = Float32(LOWEST)
+        highest = Float32(LOWEST)
         total = Float32(0.0)
         x_sum = Float32(0.0)
         w_sum = Float32(0.0)
         key = Float32(float("-inf"))
         index = self.first_column(facts.first, phase, facts.cols)
         for chunk in cutlass.range(facts.chunks, unroll=1):
-            offset, total, x_sum, w_sum, key, index = self.absorb(
+            highest, total, x_sum, w_sum, key, index = self.absorb(
                 facts, s_row, chunk, chunk, phase,
-                offset, total, x_sum, w_sum, key, index,
+                highest, total, x_sum, w_sum, key, index,
             )  # fmt: skip
-        return offset, total, x_sum, w_sum, key, index
+        return highest, total, x_sum, w_sum, key, index
 
     @cute.jit
     def absorb(
         self, facts, s_row, place, chunk, phase,
-        offset, total, x_sum, w_sum, key, index,
+        highest, total, x_sum, w_sum, key, index,
     ):  # fmt: skip
         """Take one chunk (at ``place`` in shared memory) into the running sums."""
         raw = []
@@ -676,17 +679,10 @@ class CrossEntropyForward(CrossEntropyRows):
             raw = raw + unpack(self.dtype, load_shared(self.slot(s_row, place * self.unroll + u)))
             column = self.vector(facts.first, chunk * self.unroll + u) * self.width - phase
             columns = columns + [column + lane for lane in range(self.width)]
-        t = [self.transform(facts, x, col) for x, col in zip(raw, columns)]
-        highest = tree(t, maximum)
-        raised = maximum(offset, highest * facts.factor if cutlass.const_expr(self.logits == "linear") else highest)
-        total = fma(
-            total, exp2(offset - raised), tree([exp2(self.above(facts, value, raised)) for value in t], add)
-        )
-        offset = raised
+        t = [self.value(facts, x, col) for x, col in zip(raw, columns)]
+        highest, total = self.absorb_values(t, facts.power, highest, total)
         if cutlass.const_expr(self.smoothing):
-            seen = raw
-            if cutlass.const_expr(self.logits == "softcap"):
-                seen = t
+            seen = t
             if cutlass.const_expr(self.weighted):
                 weights = [load_float_below(facts.g_weight + Int64(col) * 4, col, facts.cols) for col in columns]
                 w_sum = w_sum + tree(weights, add)
@@ -699,7 +695,7 @@ class CrossEntropyForward(CrossEntropyRows):
         if cutlass.const_expr(self.stats):
             keys = raw
             if cutlass.const_expr(self.logits != "linear"):
-                keys = [select_below(col, facts.cols, x * facts.logit_scale, Float32(float("-inf"))) for x, col in zip(raw, columns)]
+                keys = [select_below(col, facts.cols, x * facts.inner, Float32(float("-inf"))) for x, col in zip(raw, columns)]
             best = tree(keys, maximum)
             if best > key:
                 key = best
@@ -709,23 +705,23 @@ class CrossEntropyForward(CrossEntropyRows):
                         [Int32],
                         [keys[i], best, columns[i], index],
                     )
-        return offset, total, x_sum, w_sum, key, index
+        return highest, total, x_sum, w_sum, key, index
 
-    def finish(self, facts, parity, offset, total, x_sum, w_sum, key, index):
+    def finish(self, facts, parity, highest, total, x_sum, w_sum, key, index):
         """The row's sums, the same for all of its threads."""
         sums = []
         if self.smoothing:
             sums = [x_sum, w_sum] if self.weighted else [x_sum]
         best = (key, index) if self.stats else None
-        offset, total, sums, best = self.reduce_row(
-            facts.s_scratch, parity, facts.thread, facts.rank, offset, total, sums, best
+        highest, total, sums, best = self.reduce_row(
+            facts.s_scratch, parity, facts.thread, facts.rank, facts.power, highest, total, sums, best
         )
         if self.smoothing:
             x_sum = sums[0]
             w_sum = sums[1] if self.weighted else Float32(facts.cols)
         if self.stats:
             key, index = best
-        return offset, total, x_sum, w_sum, key, index
+        return highest, total, x_sum, w_sum, key, index
 
     # Results
 
@@ -736,10 +732,10 @@ class CrossEntropyForward(CrossEntropyRows):
 
     @cute.jit
     def write_gradient(
-        self, facts, s_row, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, offset, pull, scale,
+        self, facts, s_row, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, highest, pull, scale,
         g_next, next_low, next_high,
     ):  # fmt: skip
-        """gradient = pull * 2**(t - offset) - scale * (e / V * w + (1 - e) * w[y] * [c = y]), from the row in shared
+        """gradient = pull * 2**(t - highest) - scale * (e / V * w + (1 - e) * w[y] * [c = y]), from the row in shared
         memory; each slot that is done takes the next row's copy."""
         aligned = True
         if cutlass.const_expr(self.ragged):
@@ -747,10 +743,10 @@ class CrossEntropyForward(CrossEntropyRows):
         if aligned:
             if cutlass.const_expr(self.ragged):
                 if self.owns(facts.first, Int32(0)):
-                    self.edge_gradient(facts, s_row, Int32(0), phase, g_out, offset, pull, scale)
+                    self.edge_gradient(facts, s_row, Int32(0), phase, g_out, highest, pull, scale)
                 if self.owns(facts.first, vectors - 1):
                     s_last = self.slot(s_row, (vectors - 1 - facts.first) // self.step)
-                    self.edge_gradient(facts, s_last, vectors - 1, phase, g_out, offset, pull, scale)
+                    self.edge_gradient(facts, s_last, vectors - 1, phase, g_out, highest, pull, scale)
             for chunk in cutlass.range(facts.chunks, unroll=1):
                 # All loads of the chunk come before its first copy: the compiler may not move them across one.
                 words = [
@@ -760,7 +756,7 @@ class CrossEntropyForward(CrossEntropyRows):
                     index = chunk * self.unroll + u
                     vector = self.vector(facts.first, index)
                     values = self.gradient_values(
-                        facts, unpack(self.dtype, words[u]), vector * self.width - phase, offset, pull, scale
+                        facts, unpack(self.dtype, words[u]), vector * self.width - phase, highest, pull, scale
                     )
                     store_global(
                         g_out + Int64(vector) * VECTOR_BYTES,
@@ -770,20 +766,20 @@ class CrossEntropyForward(CrossEntropyRows):
                     self.start(s_row, g_next, facts.first, index, next_low, next_high)
             # The thread that stored the target's vector stores the target once more: its two stores keep their order.
             if (y < facts.cols) & self.owns(facts.first, (phase + y) // self.width):
-                self.target_gradient(facts, y, x_y, w_y, g_out, phase, offset, pull, scale)
+                self.target_gradient(facts, y, x_y, w_y, g_out, phase, highest, pull, scale)
         else:
             # Vectors of logits and gradient do not coincide: element by element, the logits once more from the cache.
             self.start_row(s_row, g_next, facts.first, facts.chunks, next_low, next_high)
             for col in cutlass.range(facts.first, facts.cols, self.step, unroll=1):
                 x = load_element(self.dtype, g_vectors + (Int64(phase) + Int64(col)) * self.element_bytes)
-                values = self.gradient_values(facts, [x], col, offset, pull, scale)
+                values = self.gradient_values(facts, [x], col, highest, pull, scale)
                 store_element(self.dtype, g_out + (Int64(out_phase) + Int64(col)) * self.element_bytes, values[0])
             if (y < facts.cols) & (y % self.step == facts.first):
-                self.target_gradient(facts, y, x_y, w_y, g_out, out_phase, offset, pull, scale)
+                self.target_gradient(facts, y, x_y, w_y, g_out, out_phase, highest, pull, scale)
 
-    def edge_gradient(self, facts, s_slot, vector, phase, g_out, offset, pull, scale):
+    def edge_gradient(self, facts, s_slot, vector, phase, g_out, highest, pull, scale):
         raw = unpack(self.dtype, load_shared(s_slot))
-        values = self.gradient_values(facts, raw, vector * self.width - phase, offset, pull, scale)
+        values = self.gradient_values(facts, raw, vector * self.width - phase, highest, pull, scale)
         self.store_edge(g_out, vector, phase, facts.cols, values)
 
     @cute.jit
@@ -886,8 +882,7 @@ class CrossEntropyBackward(CrossEntropyRows):
         label_smoothing: Float32,
         z_loss: Float32,
         logit_scale: Float32,
-        factor: Float32,
-        limit: Float32,
+        softcap: Float32,
         stream,
     ):
         if cutlass.const_expr(self.weighted and self.smoothing):
@@ -914,8 +909,7 @@ class CrossEntropyBackward(CrossEntropyRows):
             label_smoothing,
             z_loss,
             logit_scale,
-            factor,
-            limit,
+            softcap,
         ).launch(grid=[grid, 1, 1], block=[self.threads, 1, 1], stream=stream)
 
     @cute.kernel
@@ -952,8 +946,7 @@ class CrossEntropyBackward(CrossEntropyRows):
         label_smoothing: Float32,
         z_loss: Float32,
         logit_scale: Float32,
-        factor: Float32,
-        limit: Float32,
+        softcap: Float32,
     ):
         """One group of threads to a tile; tiles of a row are neighbours."""
         thread, group, rank, work, work_step = self.place()
@@ -972,26 +965,14 @@ class CrossEntropyBackward(CrossEntropyRows):
             if target == ignore_index:
                 self.write_zeros(g_out, out_phase, out_vectors, first, Int32(1), cols)
             else:
-                facts = RowFacts(
-                    cols=cols,
-                    chunks=Int32(1),
-                    first=first,
-                    thread=thread,
-                    rank=rank,
-                    s_scratch=Int32(0),
-                    g_weight=g_weight,
-                    z_loss=z_loss,
-                    confidence=Float32(1.0) - label_smoothing,
-                    share=divide(label_smoothing, Float32(cols)),
-                    logit_scale=logit_scale,
-                    factor=factor,
-                    limit=limit,
+                facts = self.row_facts(
+                    cols, Int32(1), first, thread, rank, Int32(0), g_weight, label_smoothing, z_loss, logit_scale, softcap
                 )
                 scale = upstream * logit_scale
                 if g_denominator != 0:
                     scale = divide(scale, load_float(g_denominator))
                 lse = load_float(g_lse + Int64(row) * 4)
-                offset = lse * Float32(LOG2E)
+                highest = divide(lse, facts.unit)
                 y = self.column(target, cols)
                 x_y = self.target_logit(g_vectors, phase, y, cols)
                 w_y = self.target_weight(g_weight, y, cols)
@@ -1001,11 +982,11 @@ class CrossEntropyBackward(CrossEntropyRows):
                     pull = fma(facts.share, w_sum, pull)
                 pull = select_below(y, cols, pull, Float32(float("nan"))) * scale
                 self.write_tile(
-                    facts, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, offset, pull, scale
+                    facts, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, highest, pull, scale
                 )
 
     @cute.jit
-    def write_tile(self, facts, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, offset, pull, scale):
+    def write_tile(self, facts, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, highest, pull, scale):
         """The gradient of one tile; see CrossEntropyForward.write_gradient."""
         aligned = True
         if cutlass.const_expr(self.ragged):
@@ -1019,33 +1000,35 @@ class CrossEntropyBackward(CrossEntropyRows):
             for u in cutlass.range_constexpr(self.unroll):
                 vector = self.vector(facts.first, u)
                 values = self.gradient_values(
-                    facts, unpack(self.dtype, words[u]), vector * self.width - phase, offset, pull, scale
+                    facts, unpack(self.dtype, words[u]), vector * self.width - phase, highest, pull, scale
                 )
                 whole = self.whole(vector, phase, vectors, facts.cols)
                 store_global(g_out + Int64(vector) * VECTOR_BYTES, pack(self.dtype, values), whole)
             if cutlass.const_expr(self.ragged):
-                if self.has(facts.first, Int32(0)):
-                    self.edge_tile(facts, g_vectors, Int32(0), phase, g_out, offset, pull, scale)
-                if self.has(facts.first, vectors - 1):
-                    self.edge_tile(facts, g_vectors, vectors - 1, phase, g_out, offset, pull, scale)
+                # Whole vectors are done, and where the gradient takes the logits' memory, gone.
+                if self.has(facts.first, Int32(0)) & (not self.whole(Int32(0), phase, vectors, facts.cols)):
+                    self.edge_tile(facts, g_vectors, Int32(0), phase, g_out, highest, pull, scale)
+                last = vectors - 1
+                if (last > 0) & self.has(facts.first, last) & (not self.whole(last, phase, vectors, facts.cols)):
+                    self.edge_tile(facts, g_vectors, last, phase, g_out, highest, pull, scale)
             if (y < facts.cols) & self.has(facts.first, (phase + y) // self.width):
-                self.target_gradient(facts, y, x_y, w_y, g_out, phase, offset, pull, scale)
+                self.target_gradient(facts, y, x_y, w_y, g_out, phase, highest, pull, scale)
         else:
             start = (facts.first - facts.thread) * self.width
             stop = start + self.row_threads * self.unroll * self.width
-            # Columns, not vectors, are dealt here; the last tile takes what the phase moved beyond it.
-            if stop + self.width > facts.cols:
+            # Columns, not vectors, are dealt here: one tile may be left with none.
+            if stop > facts.cols:
                 stop = facts.cols
             for col in cutlass.range(start + facts.thread, stop, self.row_threads, unroll=1):
                 x = load_element(self.dtype, g_vectors + (Int64(phase) + Int64(col)) * self.element_bytes)
-                values = self.gradient_values(facts, [x], col, offset, pull, scale)
+                values = self.gradient_values(facts, [x], col, highest, pull, scale)
                 store_element(self.dtype, g_out + (Int64(out_phase) + Int64(col)) * self.element_bytes, values[0])
             if (y >= start) & (y < stop) & ((y - start) % self.row_threads == facts.thread):
-                self.target_gradient(facts, y, x_y, w_y, g_out, out_phase, offset, pull, scale)
+                self.target_gradient(facts, y, x_y, w_y, g_out, out_phase, highest, pull, scale)
 
-    def edge_tile(self, facts, g_vectors, vector, phase, g_out, offset, pull, scale):
+    def edge_tile(self, facts, g_vectors, vector, phase, g_out, highest, pull, scale):
         raw = self.load_edge(g_vectors, vector, phase, facts.cols)
-        values = self.gradient_values(facts, raw, vector * self.width - phase, offset, pull, scale)
+        values = self.gradient_values(facts, raw, vector * self.width - phase, highest, pull, scale)
         self.store_edge(g_out, vector, phase, facts.cols, values)
 
 
@@ -1168,12 +1151,12 @@ def _make_forward_plan(
 def forward_arguments():
     """Arguments of CrossEntropyForward to compile for."""
     addresses = [Int64(0), Int64(1), Int64(0), Int64(1)] + [Int64(0)] * 11
-    return [*addresses, *[Int32(1)] * 8, Float32(1.0), Int64(-100), *[Float32(1.0)] * 5]
+    return [*addresses, *[Int32(1)] * 8, Float32(1.0), Int64(-100), *[Float32(1.0)] * 4]
 
 
 def backward_arguments():
     """Arguments of CrossEntropyBackward to compile for."""
-    return [*[Int64(0)] * 11, *[Int32(1)] * 5, Int64(-100), *[Float32(1.0)] * 5]
+    return [*[Int64(0)] * 11, *[Int32(1)] * 5, Int64(-100), *[Float32(1.0)] * 4]
 
 
 def rescale_arguments():
@@ -1184,12 +1167,10 @@ def rescale_arguments():
 TARGET_BITS = {torch.int64: 64, torch.int32: 32, torch.uint8: 8}
 
 
-def _logits_facts(options):
-    """Kind of logits, factor and limit; see RowFacts."""
-    scale = options.logit_scale
+def _logits_kind(options):
     if options.softcap is not None:
-        return "softcap", scale / options.softcap, options.softcap * LOG2E
-    return ("linear" if scale > 0 else "scaled"), scale * LOG2E, 0.0
+        return "softcap"
+    return "linear" if options.logit_scale > 0 else "scaled"
 
 
 def _require(logits, target):
@@ -1211,7 +1192,7 @@ def forward(logits, target, weight, byte_lengths, num_items, options, *, grad, s
         return _empty_forward(device, num_items, reduction, stats)
     index = device.index
     dtype = logits.dtype
-    kind, factor, limit = _logits_facts(options)
+    kind = _logits_kind(options)
     ragged = is_ragged(cols, logits) if grad is None else is_ragged(cols, logits, grad)
     key = (
         index, dtype, cols, ragged, TARGET_BITS[target.dtype], grad is not None, scalar, weight is not None,
@@ -1220,12 +1201,10 @@ def forward(logits, target, weight, byte_lengths, num_items, options, *, grad, s
     plan = _forward_plans.get(key)
     if plan is None:
         plan = _forward_plans[key] = _forward_plan(*key)
-    return run_forward(
-        plan, logits, target, weight, byte_lengths, num_items, options, grad, stats, factor, limit
-    )
+    return run_forward(plan, logits, target, weight, byte_lengths, num_items, options, grad, stats)
 
 
-def run_forward(plan, logits, target, weight, byte_lengths, num_items, options, grad, stats, factor, limit):
+def run_forward(plan, logits, target, weight, byte_lengths, num_items, options, grad, stats):
     """Launch a plan: allocate what it returns, and hand over addresses and numbers."""
     rows, cols = logits.shape
     device = logits.device
@@ -1294,11 +1273,10 @@ def run_forward(plan, logits, target, weight, byte_lengths, num_items, options, 
         64 if byte_lengths is not None and byte_lengths.dtype == torch.int64 else 32,
         items,
         options.ignore_index,
-        options.label_smoothing,
-        options.z_loss,
-        options.logit_scale,
-        factor,
-        limit,
+        float(options.label_smoothing),
+        float(options.z_loss),
+        float(options.logit_scale),
+        1.0 if options.softcap is None else float(options.softcap),
         stream,
     )
     if grad is not None and not plan.gradient:
@@ -1343,7 +1321,7 @@ def backward(grad_loss, logits, target, weight, lse, denominator, options, *, gr
 def _run_backward(grad_loss, upstream_stride, logits, target, weight, lse, denominator, options, grad, skip_if_one):
     rows, cols = logits.shape
     device = logits.device
-    kind, factor, limit = _logits_facts(options)
+    kind = _logits_kind(options)
     ragged = is_ragged(cols, logits, grad)
     smoothing = options.label_smoothing != 0.0
     key = (device.index, logits.dtype, cols, ragged, TARGET_BITS[target.dtype], weight is not None, smoothing, kind)
@@ -1373,11 +1351,10 @@ def _run_backward(grad_loss, upstream_stride, logits, target, weight, lse, denom
         -(-rows * tiles // groups),
         int(skip_if_one),
         options.ignore_index,
-        options.label_smoothing,
-        options.z_loss,
-        options.logit_scale,
-        factor,
-        limit,
+        float(options.label_smoothing),
+        float(options.z_loss),
+        float(options.logit_scale),
+        1.0 if options.softcap is None else float(options.softcap),
         stream_of(device.index),
     )
 

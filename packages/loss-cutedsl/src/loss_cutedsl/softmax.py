@@ -1,12 +1,11 @@
 """Softmax and log-softmax, forward and backward.
 
-With c = log2(e), offset = c * max x and total = sum 2**(c * x - offset), over each row of V classes::
+With m = max x and total = sum exp(x - m), over each row of V classes::
 
-    softmax      y = 2**(c * x - offset) / total                    dx = y * (dy - sum_j dy[j] * y[j])
-    log-softmax  y = ln2 * ((c * x - offset) - log2 total)          dx = dy - exp(y) * sum_j dy[j]
+    softmax      y = exp(x - m) / total             dx = y * (dy - sum_j dy[j] * y[j])
+    log-softmax  y = (x - m) - log(total)           dx = dy - exp(y) * sum_j dy[j]
 
-All in float32, each element rounded once; ``offset`` is rounded once and used as if exact, so that a row far from
-zero loses nothing. The sum runs online, with a running maximum (Milakov and Gimelshein 2018). Where a row fits in
+All in float32, each element rounded once. The sum runs online, with a running maximum (Milakov and Gimelshein 2018). Where a row fits in
 shared memory it is read once, and the next row's copies run under the stores of this one; longer rows are read twice.
 A row that has NaN or +inf, or only -inf, gives NaN.
 
@@ -126,7 +125,7 @@ class SoftmaxForward(StagedRows):
             g_vectors, phase, vectors = self.span(g_input, input_stride, row, cols)
             g_out, out_phase, out_vectors = self.span(g_output, output_stride, row, cols)
             s_row = s_slots + stage * stage_bytes
-            offset = Float32(LOWEST)
+            highest = Float32(LOWEST)
             total = Float32(0.0)
             if cutlass.const_expr(self.held):
                 wait(self.stages - 1)
@@ -136,18 +135,20 @@ class SoftmaxForward(StagedRows):
                 raw = []
                 for u in cutlass.range_constexpr(self.unroll):
                     raw = raw + unpack(self.dtype, words[u])
-                offset, total = self.absorb(raw, offset, total)
+                highest, total = self.absorb_values(raw, Float32(LOG2E), highest, total)
             if cutlass.const_expr(self.ragged and not self.held):
                 if self.owns(first, Int32(0)) & (not self.whole(Int32(0), phase, vectors, cols)):
                     raw = self.load_edge(g_vectors, Int32(0), phase, cols, float("-inf"))
-                    offset, total = self.absorb(raw, offset, total)
+                    highest, total = self.absorb_values(raw, Float32(LOG2E), highest, total)
                 last = vectors - 1
                 if (last > 0) & self.owns(first, last) & (not self.whole(last, phase, vectors, cols)):
                     raw = self.load_edge(g_vectors, last, phase, cols, float("-inf"))
-                    offset, total = self.absorb(raw, offset, total)
+                    highest, total = self.absorb_values(raw, Float32(LOG2E), highest, total)
             parity = parity ^ 1
-            offset, total, sums, best = self.reduce_row(s_scratch, parity, thread, rank, offset, total)
-            log_total = log2(total)
+            highest, total, sums, best = self.reduce_row(
+                s_scratch, parity, thread, rank, Float32(LOG2E), highest, total
+            )
+            log_total = log2(total) * Float32(LN2)
             inverse = divide(Float32(1.0), total)
 
             next_row = row + self.stages * row_step
@@ -163,15 +164,15 @@ class SoftmaxForward(StagedRows):
             if aligned:
                 if cutlass.const_expr(self.ragged):
                     if self.owns(first, Int32(0)):
-                        self.write_edge(g_vectors, Int32(0), phase, g_out, cols, offset, log_total, inverse)
+                        self.write_edge(g_vectors, Int32(0), phase, g_out, cols, highest, log_total, inverse)
                     if self.owns(first, vectors - 1):
-                        self.write_edge(g_vectors, vectors - 1, phase, g_out, cols, offset, log_total, inverse)
+                        self.write_edge(g_vectors, vectors - 1, phase, g_out, cols, highest, log_total, inverse)
                 for chunk in cutlass.range(chunks, unroll=1):
                     words = self.chunk_words(s_row, g_vectors, first, chunk, phase, vectors, cols)
                     for u in cutlass.range_constexpr(self.unroll):
                         index = chunk * self.unroll + u
                         vector = self.vector(first, index)
-                        values = self.results(unpack(self.dtype, words[u]), offset, log_total, inverse)
+                        values = self.results(unpack(self.dtype, words[u]), highest, log_total, inverse)
                         whole = self.whole(vector, phase, vectors, cols)
                         store_global(g_out + Int64(vector) * VECTOR_BYTES, pack(self.dtype, values), whole)
                         if cutlass.const_expr(self.held):
@@ -182,7 +183,7 @@ class SoftmaxForward(StagedRows):
                     self.start_row(s_row, g_next, first, chunks, next_low, next_high)
                 for col in cutlass.range(first, cols, self.step, unroll=1):
                     x = load_element(self.dtype, g_vectors + (Int64(phase) + Int64(col)) * self.element_bytes)
-                    values = self.results([x], offset, log_total, inverse)
+                    values = self.results([x], highest, log_total, inverse)
                     store_element(self.dtype, g_out + (Int64(out_phase) + Int64(col)) * self.element_bytes, values[0])
             if cutlass.const_expr(self.held):
                 self.copy_edges(s_row, g_next, first, next_phase, next_vectors, next_low, next_high, cols)
@@ -204,22 +205,15 @@ class SoftmaxForward(StagedRows):
                 words.append(load_global_or(g_vectors + Int64(vector) * VECTOR_BYTES, whole, self.lowest()))
         return words
 
-    def absorb(self, raw, offset, total):
-        """Take elements into the running (offset, total)."""
-        raised = maximum(offset, tree(raw, maximum) * Float32(LOG2E))
-        fresh = [exp2(fma(x, Float32(LOG2E), Float32(0.0) - raised)) for x in raw]
-        return raised, fma(total, exp2(offset - raised), tree(fresh, add))
-
-    def results(self, raw, offset, log_total, inverse):
+    def results(self, raw, highest, log_total, inverse):
         """Output elements from input elements."""
-        exponents = [fma(x, Float32(LOG2E), Float32(0.0) - offset) for x in raw]
         if self.log:
-            return [(value - log_total) * Float32(LN2) for value in exponents]
-        return [exp2(value) * inverse for value in exponents]
+            return [(x - highest) - log_total for x in raw]
+        return [exp2((x - highest) * Float32(LOG2E)) * inverse for x in raw]
 
-    def write_edge(self, g_vectors, vector, phase, g_out, cols, offset, log_total, inverse):
+    def write_edge(self, g_vectors, vector, phase, g_out, cols, highest, log_total, inverse):
         raw = self.load_edge(g_vectors, vector, phase, cols)
-        self.store_edge(g_out, vector, phase, cols, self.results(raw, offset, log_total, inverse))
+        self.store_edge(g_out, vector, phase, cols, self.results(raw, highest, log_total, inverse))
 
 
 class SoftmaxBackward(StagedRows):
