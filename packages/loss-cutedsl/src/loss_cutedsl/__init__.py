@@ -52,9 +52,7 @@ def cross_entropy_forward(
     """Loss, and with ``grad`` its gradient too, the logits read once."""
     from . import cross_entropy
 
-    return cross_entropy.forward(
-        logits, target, weight, byte_lengths, num_items, options, grad=grad, stats=stats
-    )
+    return cross_entropy.forward(logits, target, weight, byte_lengths, num_items, options, grad=grad, stats=stats)
 
 
 def cross_entropy_backward(

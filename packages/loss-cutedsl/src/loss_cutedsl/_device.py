@@ -127,9 +127,7 @@ def pack(dtype, values):
 
 
 def load_shared(s_address):
-    return list(
-        ptx("ld.shared.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];", [Uint32] * 4, [s_address])
-    )
+    return list(ptx("ld.shared.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];", [Uint32] * 4, [s_address]))
 
 
 def store_shared(s_address, words):
@@ -137,9 +135,7 @@ def store_shared(s_address, words):
 
 
 def load_global(g_address, predicate=None):
-    return list(
-        ptx("ld.global.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];", [Uint32] * 4, [g_address], predicate)
-    )
+    return list(ptx("ld.global.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];", [Uint32] * 4, [g_address], predicate))
 
 
 def load_global_or(g_address, wanted, word):
@@ -155,9 +151,7 @@ def load_global_or(g_address, wanted, word):
 
 
 def store_global(g_address, words, predicate=None):
-    ptx(
-        "st.global.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };", None, [g_address, *words], predicate
-    )
+    ptx("st.global.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };", None, [g_address, *words], predicate)
 
 
 def copy_async(s_address, g_address, predicate=None):
@@ -190,7 +184,9 @@ def store_element(dtype, g_address, value, space="global", predicate=None):
         return
     kind = "bf16" if dtype is BFloat16 else "f16"
     bits = ptx(
-        f"{{ .reg .b16 h, z; mov.b16 z, 0; cvt.rn.{kind}.f32 h, {{$r0}}; mov.b32 {{$w0}}, {{h, z}}; }}", [Uint32], [value]
+        f"{{ .reg .b16 h, z; mov.b16 z, 0; cvt.rn.{kind}.f32 h, {{$r0}}; mov.b32 {{$w0}}, {{h, z}}; }}",
+        [Uint32],
+        [value],
     )
     guard = "" if predicate is None else "@p "
     if predicate is None:
@@ -239,9 +235,7 @@ def load_integer(dtype_bits, g_address):
     if dtype_bits == 64:
         return ptx("ld.global.b64 {$w0}, [{$r0}];", [Int64], [g_address])
     if dtype_bits == 32:
-        return ptx(
-            "{ .reg .s32 v; ld.global.s32 v, [{$r0}]; cvt.s64.s32 {$w0}, v; }", [Int64], [g_address]
-        )
+        return ptx("{ .reg .s32 v; ld.global.s32 v, [{$r0}]; cvt.s64.s32 {$w0}, v; }", [Int64], [g_address])
     return ptx("{ .reg .u16 v; ld.global.u8 v, [{$r0}]; cvt.u64.u16 {$w0}, v; }", [Int64], [g_address])
 
 
@@ -425,9 +419,7 @@ class StagedRows:
             last = vectors - 1
             if (high <= last) & (last >= low) & (last >= first):
                 if (last - first) % self.step == 0:
-                    self.copy_elements(
-                        self.slot(s_slots, (last - first) // self.step), g_vectors, last, phase, cols
-                    )
+                    self.copy_elements(self.slot(s_slots, (last - first) // self.step), g_vectors, last, phase, cols)
 
     def copy_elements(self, s_slot, g_vectors, vector, phase, cols):
         for lane in range(self.width):

@@ -10,7 +10,12 @@ import torch
 
 OLDEST_DSL = (4, 7)
 DSL = "nvidia-cutlass-dsl"
-PARTS = ("nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-cu13")
+PARTS = (
+    "nvidia-cutlass-dsl-libs-base",
+    "nvidia-cutlass-dsl-libs-core",
+    "nvidia-cutlass-dsl-libs-cu12",
+    "nvidia-cutlass-dsl-libs-cu13",
+)
 CALL_INTERFACE = "apache-tvm-ffi"
 
 

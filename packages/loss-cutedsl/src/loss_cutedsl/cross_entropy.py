@@ -67,7 +67,9 @@ from ._launch import DTYPES, is_ragged, machine_of, most_vectors, require, strea
 from ._schedule import VECTOR_BYTES, Schedule
 
 # Where the denominator of a scalar reduction comes from.
-DENOMINATOR_ONE, DENOMINATOR_ROWS, DENOMINATOR_WEIGHTS, DENOMINATOR_BYTES, DENOMINATOR_VALUE, DENOMINATOR_POINTER = range(6)
+DENOMINATOR_ONE, DENOMINATOR_ROWS, DENOMINATOR_WEIGHTS, DENOMINATOR_BYTES, DENOMINATOR_VALUE, DENOMINATOR_POINTER = (
+    range(6)
+)
 
 # Words of the workspace: partial denominators, then the counter of finished blocks, then partial losses.
 COUNT_BLOCKS = 32
@@ -193,7 +195,9 @@ class CrossEntropyRows(StagedRows):
     def load_target(self, g_target, row, wanted, otherwise):
         """The target of a row, or ``otherwise`` where the row is not wanted."""
         bits = self.target_bits
-        load = {64: "ld.global.b64 {$w0}, [{$r0}];", 32: "ld.global.s32 v, [{$r0}];", 8: "ld.global.u8 v, [{$r0}];"}[bits]
+        load = {64: "ld.global.b64 {$w0}, [{$r0}];", 32: "ld.global.s32 v, [{$r0}];", 8: "ld.global.u8 v, [{$r0}];"}[
+            bits
+        ]
         widen = {64: "", 32: "@p cvt.s64.s32 {$w0}, v;", 8: "@p cvt.u64.u32 {$w0}, v;"}[bits]
         return ptx(
             "{ .reg .pred p; .reg .b32 v; setp.ne.u32 p, {$r1}, 0; mov.b64 {$w0}, {$r2}; @p %s %s }" % (load, widen),
@@ -212,9 +216,7 @@ class CrossEntropyRows(StagedRows):
 
     def target_logit(self, g_vectors, phase, y, cols):
         """The raw logit of column y, or column 0's where y is no column."""
-        inside = ptx(
-            "{ .reg .pred p; setp.lt.u32 p, {$r0}, {$r1}; selp.b32 {$w0}, {$r0}, 0, p; }", [Int32], [y, cols]
-        )
+        inside = ptx("{ .reg .pred p; setp.lt.u32 p, {$r0}, {$r1}; selp.b32 {$w0}, {$r0}, 0, p; }", [Int32], [y, cols])
         return load_element(self.dtype, g_vectors + (Int64(phase) + Int64(inside)) * self.element_bytes)
 
     def target_weight(self, g_weight, y, cols):
@@ -489,9 +491,7 @@ class CrossEntropyForward(CrossEntropyRows):
                 if self.reads(target, ignore_index, True):
                     x_y = self.target_logit(g_vectors, phase, y, cols)
                     w_y = self.target_weight(g_weight, y, cols)
-                    self.mask_edges(
-                        s_row, first, phase, vectors, chunks * self.unroll, cols, Float32(float("-inf"))
-                    )
+                    self.mask_edges(s_row, first, phase, vectors, chunks * self.unroll, cols, Float32(float("-inf")))
                     highest, total, x_sum, w_sum, key, index = self.sum_held(facts, s_row, phase)
                     parity = parity ^ 1
                     highest, total, x_sum, w_sum, key, index = self.finish(
@@ -686,16 +686,17 @@ class CrossEntropyForward(CrossEntropyRows):
             if cutlass.const_expr(self.weighted):
                 weights = [load_float_below(facts.g_weight + Int64(col) * 4, col, facts.cols) for col in columns]
                 w_sum = w_sum + tree(weights, add)
-                seen = [
-                    select_below(col, facts.cols, x * w, Float32(0.0)) for x, w, col in zip(seen, weights, columns)
-                ]
+                seen = [select_below(col, facts.cols, x * w, Float32(0.0)) for x, w, col in zip(seen, weights, columns)]
             else:
                 seen = [select_below(col, facts.cols, x, Float32(0.0)) for x, col in zip(seen, columns)]
             x_sum = x_sum + tree(seen, add)
         if cutlass.const_expr(self.stats):
             keys = raw
             if cutlass.const_expr(self.logits != "linear"):
-                keys = [select_below(col, facts.cols, x * facts.inner, Float32(float("-inf"))) for x, col in zip(raw, columns)]
+                keys = [
+                    select_below(col, facts.cols, x * facts.inner, Float32(float("-inf")))
+                    for x, col in zip(raw, columns)
+                ]
             best = tree(keys, maximum)
             if best > key:
                 key = best
@@ -749,9 +750,7 @@ class CrossEntropyForward(CrossEntropyRows):
                     self.edge_gradient(facts, s_last, vectors - 1, phase, g_out, highest, pull, scale)
             for chunk in cutlass.range(facts.chunks, unroll=1):
                 # All loads of the chunk come before its first copy: the compiler may not move them across one.
-                words = [
-                    load_shared(self.slot(s_row, chunk * self.unroll + u)) for u in range(self.unroll)
-                ]
+                words = [load_shared(self.slot(s_row, chunk * self.unroll + u)) for u in range(self.unroll)]
                 for u in cutlass.range_constexpr(self.unroll):
                     index = chunk * self.unroll + u
                     vector = self.vector(facts.first, index)
@@ -814,9 +813,7 @@ class CrossEntropyForward(CrossEntropyRows):
             before = ptx("ld.shared.b32 {$w0}, [{$r0}];", [Int32], [s_scratch])
             barrier()
             if before == blocks - 1:
-                loss = self.sum_block(
-                    s_scratch, thread, self.threads, self.sum_partials(g_partials, blocks, thread)
-                )
+                loss = self.sum_block(s_scratch, thread, self.threads, self.sum_partials(g_partials, blocks, thread))
                 if thread == 0:
                     store_float(g_loss, divide(loss, denominator))
                     if g_denominator != 0:
@@ -966,7 +963,17 @@ class CrossEntropyBackward(CrossEntropyRows):
                 self.write_zeros(g_out, out_phase, out_vectors, first, Int32(1), cols)
             else:
                 facts = self.row_facts(
-                    cols, Int32(1), first, thread, rank, Int32(0), g_weight, label_smoothing, z_loss, logit_scale, softcap
+                    cols,
+                    Int32(1),
+                    first,
+                    thread,
+                    rank,
+                    Int32(0),
+                    g_weight,
+                    label_smoothing,
+                    z_loss,
+                    logit_scale,
+                    softcap,
                 )
                 scale = upstream * logit_scale
                 if g_denominator != 0:
@@ -981,9 +988,7 @@ class CrossEntropyBackward(CrossEntropyRows):
                     w_sum = load_float(g_workspace) if cutlass.const_expr(self.weighted) else Float32(cols)
                     pull = fma(facts.share, w_sum, pull)
                 pull = select_below(y, cols, pull, Float32(float("nan"))) * scale
-                self.write_tile(
-                    facts, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, highest, pull, scale
-                )
+                self.write_tile(facts, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, highest, pull, scale)
 
     @cute.jit
     def write_tile(self, facts, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, highest, pull, scale):

@@ -115,9 +115,7 @@ class SoftmaxForward(StagedRows):
                     early_low, early_high = self.inside(g_early, early_vectors, g_input, g_end)
                     s_early = s_slots + s * stage_bytes
                     self.start_row(s_early, g_early, first, chunks, early_low, early_high)
-                    self.copy_edges(
-                        s_early, g_early, first, early_phase, early_vectors, early_low, early_high, cols
-                    )
+                    self.copy_edges(s_early, g_early, first, early_phase, early_vectors, early_low, early_high, cols)
                 commit()
         stage = Int32(0)
         parity = Int32(0)
@@ -288,9 +286,7 @@ class SoftmaxBackward(StagedRows):
                     g_early, early_phase, early_vectors = self.span(g_output, output_stride, early_row, cols)
                     early_low, early_high = self.inside(g_early, early_vectors, g_output, g_y_end)
                     self.start_row(s_early, g_early, first, chunks, early_low, early_high)
-                    self.copy_edges(
-                        s_early, g_early, first, early_phase, early_vectors, early_low, early_high, cols
-                    )
+                    self.copy_edges(s_early, g_early, first, early_phase, early_vectors, early_low, early_high, cols)
                     g_early, early_phase, early_vectors = self.span(g_upstream, upstream_stride, early_row, cols)
                     early_low, early_high = self.inside(g_early, early_vectors, g_upstream, g_dy_end)
                     self.start_row(s_early + part_bytes, g_early, first, chunks, early_low, early_high)
