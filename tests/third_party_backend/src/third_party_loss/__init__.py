@@ -25,9 +25,7 @@ def cross_entropy_forward(logits, target, weight, byte_lengths, num_items, optio
     return CrossEntropyForward(torch.where(live, loss, 0), lse)
 
 
-def cross_entropy_backward(
-    grad_loss, logits, target, weight, lse, denominator, options, *, grad, skip_if_one
-):
+def cross_entropy_backward(grad_loss, logits, target, weight, lse, denominator, options, *, grad, skip_if_one):
     live, index = _live(target, options)
     result = torch.exp(logits.float() - lse[:, None])
     result.scatter_add_(-1, index[:, None], torch.full((len(index), 1), -1.0))

@@ -1,0 +1,111 @@
+"""What is refused, and that the message names what was expected and what came."""
+
+import loss_core
+import pytest
+import torch
+from loss_core import UnsupportedInput
+
+LOGITS = torch.zeros(2, 3, 5)
+TARGET = torch.zeros(2, 3, dtype=torch.int64)
+
+REFUSED = [
+    ({"input": [1.0]}, TypeError, "input must be a tensor of float16, bfloat16, float32, float64, got list"),
+    ({"input": LOGITS.long()}, TypeError, "input must be a tensor of float16, .*, got torch.int64"),
+    ({"input": torch.tensor(1.0)}, ValueError, "input must have a class dimension, got a scalar"),
+    ({"input": torch.zeros(2, 3, 0)}, ValueError, r"at least one class, got shape \(2, 3, 0\) with classes in dim 2"),
+    ({"target": [[0]]}, TypeError, "target must be a tensor, got list"),
+    ({"target": TARGET.bool()}, TypeError, r"indices \(int32, int64, uint8\) or .* probabilities, got torch.bool"),
+    ({"target": TARGET.short()}, TypeError, "got torch.int16"),
+    ({"target": TARGET[0]}, ValueError, r"target must have shape \(2, 3\) for input of shape \(2, 3, 5\).*got \(3,\)"),
+    ({"dim": 1}, ValueError, r"target must have shape \(2, 5\) .* with classes in dim 1, got \(2, 3\)"),
+    ({"dim": 3}, IndexError, r"expected to be in \[-3, 2\] for input of shape \(2, 3, 5\), got 3"),
+    ({"target": torch.zeros(2, 3)}, ValueError, r"target must have shape \(2, 3, 5\)"),
+    ({"target": torch.zeros(2, 3, 5), "ignore_index": 1}, ValueError, "ignore_index is for class indices"),
+    ({"target": TARGET.to("meta")}, ValueError, "target must be on input's device cpu, got meta"),
+    ({"weight": torch.ones(4)}, ValueError, r"weight must have shape \(5,\), one per class, got \(4,\)"),
+    (
+        {"weight": torch.ones(5, dtype=torch.int64)},
+        TypeError,
+        "weight must be a floating-point tensor, got torch.int64",
+    ),
+    ({"weight": 2.0}, TypeError, "weight must be a floating-point tensor, got float"),
+    ({"weight": torch.ones(5, device="meta")}, ValueError, "weight must be on input's device cpu, got meta"),
+    ({"reduction": "avg"}, ValueError, "reduction must be one of 'none', 'mean', 'sum', 'byte_mean', got 'avg'"),
+    ({"label_smoothing": 1.5}, ValueError, r"label_smoothing must be in \[0, 1\], got 1.5"),
+    ({"label_smoothing": float("nan")}, ValueError, "label_smoothing"),
+    ({"z_loss": -0.1}, ValueError, "z_loss must not be negative, got -0.1"),
+    ({"softcap": 0.0}, ValueError, "softcap must be positive or None, got 0.0"),
+    ({"softcap": -3}, ValueError, "softcap must be positive or None, got -3"),
+    ({"logit_scale": "2"}, TypeError, "logit_scale must be a number, got str"),
+    (
+        {"byte_lengths": TARGET},
+        ValueError,
+        "byte_lengths go with reduction='byte_mean'.*got reduction='mean' with byte",
+    ),
+    ({"reduction": "byte_mean"}, ValueError, "got reduction='byte_mean' without byte_lengths"),
+    ({"reduction": "byte_mean", "byte_lengths": TARGET[0]}, ValueError, r"target's shape \(2, 3\), got \(3,\)"),
+    ({"reduction": "byte_mean", "byte_lengths": torch.ones(2, 3)}, TypeError, "tensor of integers, got torch.float32"),
+    ({"reduction": "byte_mean", "byte_lengths": TARGET.to("meta")}, ValueError, "byte_lengths must be on input's dev"),
+    ({"num_items": 3, "reduction": "sum"}, ValueError, "num_items is the denominator of reduction='mean', got .*'sum'"),
+    ({"num_items": torch.ones(2)}, ValueError, r"num_items must have one element, got shape \(2,\)"),
+    ({"num_items": "3"}, TypeError, "num_items must be a number or a tensor of one element, got str"),
+    ({"backend": "nobody"}, loss_core.BackendUnavailable, "no backend named 'nobody'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+)
+@pytest.mark.parametrize("function", [loss_core.cross_entropy, loss_core.cross_entropy_with_stats])
+def test_cross_entropy_refuses(function, change, error, message):
+    with pytest.raises(error, match=message):
+        function(**{"input": LOGITS, "target": TARGET, **change})
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8], ids=str)
+@pytest.mark.parametrize(("bad", "classes"), [(5, 5), (156, 5), (255, 200)])
+def test_a_target_out_of_range_names_its_row(dtype, bad, classes):
+    target = torch.zeros(2, 3, dtype=dtype)
+    target[1, 2] = bad
+    message = rf"target {bad} in row \(1, 2\) is outside \[0, {classes}\) and is not ignore_index \(-100\)"
+    with pytest.raises(IndexError, match=message):
+        loss_core.cross_entropy(torch.zeros(2, 3, classes), target)
+    with pytest.raises(IndexError, match="in row 5 is outside"):
+        loss_core.cross_entropy(torch.zeros(6, classes), target.view(6))
+    # As ignore_index the same value is none of that.
+    loss_core.cross_entropy(torch.zeros(6, classes), target.view(6), ignore_index=bad)
+
+
+def test_a_negative_target_is_out_of_range():
+    with pytest.raises(IndexError, match="target -1 in row 0"):
+        loss_core.cross_entropy(torch.zeros(1, 5), torch.tensor([-1]))
+
+
+def test_statistics_of_probabilities_are_refused():
+    with pytest.raises(UnsupportedInput, match="takes class indices, got a floating-point target"):
+        loss_core.cross_entropy_with_stats(torch.zeros(2, 3), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("op", [loss_core.softmax, loss_core.log_softmax])
+def test_softmax_refuses(op):
+    with pytest.raises(TypeError, match="input must be a tensor of float16, .*, got torch.int64"):
+        op(torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(TypeError, match="dtype must be one of float16, .*, got torch.int32"):
+        op(torch.zeros(3), dtype=torch.int32)
+    with pytest.raises(IndexError, match=r"expected to be in \[-1, 0\] for input of shape \(3,\), got 1"):
+        op(torch.zeros(3), 1)
+
+
+def test_causal_lm_loss_refuses():
+    logits, labels = torch.zeros(1, 3, 5), torch.zeros(1, 3, dtype=torch.int64)
+    for change, error, message in (
+        ({"cu_seqlen": 1}, TypeError, "unexpected keyword argument 'cu_seqlen'"),
+        ({"num_items": 1, "num_items_in_batch": 2}, ValueError, "are the same argument"),
+        ({"logits": torch.zeros(5)}, ValueError, r"logits must have shape \(..., tokens, classes\), got \(5,\)"),
+        ({"vocab_size": 6}, ValueError, "vocab_size must be the logits' last dimension 5, got 6"),
+        ({"labels": labels[0]}, ValueError, r"labels must have shape \(1, 3\) for logits of .*, got \(3,\)"),
+        ({"labels": labels.float()}, TypeError, "labels must be a tensor of int32, int64, uint8, got torch.float32"),
+        ({"shift_labels": labels[0]}, ValueError, "shift_labels must have shape"),
+    ):
+        with pytest.raises(error, match=message):
+            loss_core.causal_lm_loss(**{"logits": logits, "labels": labels, **change})
