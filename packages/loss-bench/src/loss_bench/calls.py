@@ -53,7 +53,7 @@ def find_backends(device: torch.device) -> list[BackendRow]:
 
 
 def _describe(info: loss_core.BackendInfo) -> BackendRow:
-    peer = _peer_distribution(info.name) if info.distribution == "loss-bench" else None
+    peer = _peer_distribution(info.name)
     if peer is None:
         return BackendRow(info.name, info.distribution, info.version, info.ops, info.available, info.reason)
     return BackendRow(info.name, peer, installed_version(peer), info.ops, info.available, info.reason)

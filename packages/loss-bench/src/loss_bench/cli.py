@@ -364,6 +364,12 @@ def report_command(
     files: Annotated[list[Path], typer.Argument(help="JSON files of run or train.", exists=True, dir_okay=False)],
     markdown: Annotated[Path | None, typer.Option("--markdown", help="Write the tables as Markdown.")] = None,
     csv: Annotated[Path | None, typer.Option("--csv", help="Write the rows as CSV.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write one self-contained page. Needs the extra report.")
+    ] = None,
+    plots: Annotated[
+        Path | None, typer.Option("--plots", help="Folder for PNG and SVG plots. Needs the extra report.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all files merged into one.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no tables.")] = False,
 ) -> None:
@@ -377,8 +383,23 @@ def report_command(
     for path, text in ((markdown, report.to_markdown), (csv, report.to_csv)):
         if path is not None:
             _write(path, text(found))
+    if html is not None or plots is not None:
+        _draw(found, html, plots)
     if json_file is not None:
         found.write(json_file)
+
+
+def _draw(found: Report, html: Path | None, plots: Path | None) -> None:
+    from loss_bench.page import to_html
+    from loss_bench.plots import write_plots
+
+    try:
+        if html is not None:
+            _write(html, to_html(found))
+        if plots is not None:
+            write_plots(found, plots)
+    except ModuleNotFoundError as error:
+        raise _fail(f"{error.name} is not installed; pip install 'loss-bench\\[report]'") from error
 
 
 @app.command("compare")

@@ -1,0 +1,120 @@
+"""Bars against the ceiling, and sweeps over the vocabulary; needs matplotlib (``loss-bench[report]``)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loss_bench.report import groups
+from loss_bench.results import Report, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Distinguishable with a colour-vision deficiency and on a dark page.
+_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#ee8866", "#77aadd")
+_SWEEP_LEAST = 3
+
+
+def plots(report: Report) -> list[tuple[str, Figure]]:
+    """(title, figure) of every table that has something to draw."""
+    colours = _colours(row for row in report.rows if row.status == "ok")
+    found = []
+    for title, rows in groups(row for row in report.rows if row.status == "ok"):
+        shares = [row for row in rows if row.copy_share is not None]
+        if shares:
+            found.append((title, _bars(title, shares, colours)))
+        for (count, dtype), members in _sweeps(shares or rows).items():
+            name = f"{title} sweep, {count} rows, {dtype}"
+            found.append((name, _sweep(name, members, colours)))
+    return found
+
+
+def _colours(rows: Iterable[Row]) -> dict[str, str]:
+    """One colour a backend, the same in all plots."""
+    names = dict.fromkeys(row.backend for row in rows)
+    return {name: _COLOURS[place % len(_COLOURS)] for place, name in enumerate(names)}
+
+
+def _figure(title: str, height: float) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _bars(title: str, rows: Sequence[Row], colours: dict[str, str]) -> Figure:
+    names = list(dict.fromkeys(row.backend for row in rows))
+    cases = list(dict.fromkeys(f"{row.shape}\n{row.dtype}" for row in rows))
+    figure, axes = _figure(title, 1.2 + 0.17 * len(names) * len(cases) + 0.2 * len(cases))
+    thickness = 0.84 / len(names)
+    for place, name in enumerate(names):
+        own = {f"{row.shape}\n{row.dtype}": 100 * (row.copy_share or 0) for row in rows if row.backend == name}
+        offsets = [index - 0.42 + (place + 0.5) * thickness for index, case in enumerate(cases) if case in own]
+        bars = axes.barh(offsets, [own[case] for case in cases if case in own], thickness, color=colours[name])
+        axes.bar_label(bars, fmt="%.0f", fontsize=7, padding=2)
+        bars.set_label(name)
+    axes.axvline(100, color="#888888", linestyle="--", linewidth=1, label="copy")
+    axes.set_yticks(range(len(cases)), cases, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("% of the copy bandwidth (more is better)")
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    return figure
+
+
+def _sweeps(rows: Sequence[Row]) -> dict[tuple[int, str], list[Row]]:
+    """The rows by number of rows and dtype, where they have several vocabularies."""
+    found: dict[tuple[int, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.rows, row.dtype), []).append(row)
+    return {key: members for key, members in found.items() if len({r.classes for r in members}) >= _SWEEP_LEAST}
+
+
+def _sweep(title: str, rows: Sequence[Row], colours: dict[str, str]) -> Figure:
+    shares = all(row.copy_share is not None for row in rows)
+    figure, axes = _figure(title, 4.0)
+    for name in dict.fromkeys(row.backend for row in rows):
+        own = sorted((row for row in rows if row.backend == name), key=lambda row: row.classes)
+        values = [100 * (row.copy_share or 0) if shares else (row.median_ms or 0.0) for row in own]
+        axes.plot([row.classes for row in own], values, marker="o", markersize=4, color=colours[name], label=name)
+    classes = sorted({row.classes for row in rows})
+    axes.set_xscale("log")
+    axes.set_xticks(classes, [str(number) for number in classes], fontsize=8, rotation=45, ha="right")
+    axes.minorticks_off()
+    axes.set_xlabel("classes")
+    axes.set_ylabel("% of the copy bandwidth" if shares else "median ms")
+    if shares:
+        axes.axhline(100, color="#888888", linestyle="--", linewidth=1, label="copy")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def to_svg(figure: Figure) -> str:
+    """The figure as an ``<svg>`` element, to be put into a page."""
+    import matplotlib as mpl
+
+    out = io.StringIO()
+    # Text as text: smaller, and can be searched. No date, so that the same results give the same file.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "loss-bench"}):
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def write_plots(report: Report, folder: Path) -> list[Path]:
+    """Write every plot as PNG and SVG; the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for title, figure in plots(report):
+        stem = "-".join("".join(c if c.isalnum() else " " for c in title).split())
+        for ending in ("png", "svg"):
+            files.append(folder / f"{stem}.{ending}")
+            figure.savefig(files[-1], dpi=160)
+    return files
