@@ -25,7 +25,7 @@ from loss_triton.cross_entropy_options import (
     cross_entropy_rescale_kernel,
 )
 from loss_triton.denominator import Denominator, reduce_rows
-from loss_triton.rows import body_span, body_start, edge_columns, logsumexp, online_logsumexp
+from loss_triton.rows import LOG2_E, body_span, body_start, edge_columns, finite_or_zero, online_sum, zero_row
 from loss_triton.schedules import alignment, backward_schedule, forward_schedule, gradient_schedule, programs
 
 
@@ -35,7 +35,7 @@ def cross_entropy_fwd_kernel(
     classes, logits_stride, ignore_index, logit_scale,
     VECTOR: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """loss = lse - x[target], x = logit_scale * logits. One program per row.
+    """loss = lse - x[target], x = logit_scale * logits, logit_scale > 0. One program per row.
 
     logits_ptr: (rows, classes), float; row stride logits_stride, unit stride along classes.
     target_ptr: (rows,), int32, int64 or uint8. loss_ptr, lse_ptr: (rows,), float32.
@@ -47,27 +47,28 @@ def cross_entropy_fwd_kernel(
     if target != ignore_index:
         head, body = body_span(row, logits_stride, classes, VECTOR, EDGES)
         body_ptr = logits_ptr + body_start(row, logits_stride, VECTOR, EDGES)
+        row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
         offsets = tl.arange(0, BLOCK)
+        log2_scale = logit_scale * LOG2_E
         maximum = float("-inf")
         total = 0.0
         whole = body // BLOCK * BLOCK
         for start in range(0, whole, BLOCK):
-            x = tl.load(body_ptr + start + offsets, eviction_policy="evict_first").to(tl.float32) * logit_scale
-            maximum, total = online_logsumexp(x, maximum, total)
+            x = tl.load(body_ptr + start + offsets, eviction_policy="evict_first").to(tl.float32)
+            maximum, total = online_sum(x, maximum, total, log2_scale)
         if whole < body:
-            inside = whole + offsets < body
-            x = tl.load(body_ptr + whole + offsets, mask=inside, other=0.0).to(tl.float32) * logit_scale
-            maximum, total = online_logsumexp(tl.where(inside, x, float("-inf")), maximum, total)
-        row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
+            x = tl.load(body_ptr + whole + offsets, mask=whole + offsets < body, other=float("-inf")).to(tl.float32)
+            maximum, total = online_sum(x, maximum, total, log2_scale)
         if EDGES:
             columns, inside = edge_columns(head, body, classes, VECTOR)
-            x = tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32) * logit_scale
-            maximum, total = online_logsumexp(tl.where(inside, x, float("-inf")), maximum, total)
-        lse = logsumexp(maximum, total)
+            x = tl.load(row_ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
+            maximum, total = online_sum(x, maximum, total, log2_scale)
+        finite = finite_or_zero(maximum)
         valid = (target >= 0) & (target < classes)
         # A target out of range reads nothing and makes its row NaN.
-        x_target = tl.load(row_ptr + target, mask=valid, other=float("nan")).to(tl.float32) * logit_scale
-        loss = lse - x_target
+        x_target = tl.load(row_ptr + target, mask=valid, other=float("nan")).to(tl.float32)
+        lse = finite * logit_scale + tl.log(total)
+        loss = tl.log(total) - (x_target - finite) * logit_scale
     tl.store(loss_ptr + row, loss)
     tl.store(lse_ptr + row, lse)
 
@@ -80,71 +81,68 @@ def cross_entropy_fwd_grad_kernel(
 ):  # fmt: skip
     """grad = logit_scale * (softmax(x) - onehot(target)) / denominator, and loss as in the forward kernel.
 
-    One program takes every num_programs-th row; the last one to finish adds up the rows' losses, in their order.
+    One program per row; the last one to finish adds up the rows' losses, in their order.
 
     logits_ptr, grad_ptr: (rows, classes), float, may be the same memory. target_ptr: (rows,).
     denominator_ptr: (1,) float32. finished_ptr: (1,) int32, 0. row_loss_ptr, lse_ptr: (rows,) float32.
     loss_ptr: () float32.
     """
+    row = tl.program_id(0)
+    target = tl.load(target_ptr + row).to(tl.int64)
     denominator = tl.load(denominator_ptr)
-    factor = logit_scale / denominator
+    head, body = body_span(row, logits_stride, classes, VECTOR, EDGES)
+    body_ptr = logits_ptr + body_start(row, logits_stride, VECTOR, EDGES)
+    row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
+    grad_body_ptr = grad_ptr + body_start(row, grad_stride, VECTOR, EDGES)
+    grad_row_ptr = grad_ptr + tl.cast(row, tl.int64) * grad_stride
     offsets = tl.arange(0, BLOCK)
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        target = tl.load(target_ptr + row).to(tl.int64)
-        head, body = body_span(row, logits_stride, classes, VECTOR, EDGES)
-        body_ptr = logits_ptr + body_start(row, logits_stride, VECTOR, EDGES)
-        grad_body_ptr = grad_ptr + body_start(row, grad_stride, VECTOR, EDGES)
-        row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
-        grad_row_ptr = grad_ptr + tl.cast(row, tl.int64) * grad_stride
-        # The last block, 1 to BLOCK wide, stays in registers between the sweeps.
-        last = (tl.maximum(body, 1) - 1) // BLOCK * BLOCK
-        in_last = last + offsets < body
-        loss = 0.0
-        lse = 0.0
-        if target != ignore_index:
-            maximum = float("-inf")
-            total = 0.0
-            for start in tl.range(0, last, BLOCK, num_stages=STAGES):
-                x = tl.load(body_ptr + start + offsets, eviction_policy="evict_last").to(tl.float32) * logit_scale
-                maximum, total = online_logsumexp(x, maximum, total)
-            x_last = tl.load(body_ptr + last + offsets, mask=in_last, other=0.0, eviction_policy="evict_first")
-            x_last = tl.where(in_last, x_last.to(tl.float32) * logit_scale, float("-inf"))
-            maximum, total = online_logsumexp(x_last, maximum, total)
-            if EDGES:
-                columns, inside = edge_columns(head, body, classes, VECTOR)
-                x_edge = tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32) * logit_scale
-                x_edge = tl.where(inside, x_edge, float("-inf"))
-                maximum, total = online_logsumexp(x_edge, maximum, total)
-            lse = logsumexp(maximum, total)
-            valid = (target >= 0) & (target < classes)
-            # A target out of range reads nothing and makes its row NaN, the gradient through lse.
-            x_target = tl.load(row_ptr + target, mask=valid, other=float("nan")).to(tl.float32) * logit_scale
-            loss = lse - x_target
-            shift = tl.where(valid, lse, float("nan"))
-            in_body = tl.cast(target - head, tl.int32)
+    # The last block, 1 to BLOCK wide, stays in registers between the sweeps.
+    last = (tl.maximum(body, 1) - 1) // BLOCK * BLOCK
+    in_last = last + offsets < body
+    loss = 0.0
+    lse = 0.0
+    if target != ignore_index:
+        log2_scale = logit_scale * LOG2_E
+        maximum = float("-inf")
+        total = 0.0
+        for start in tl.range(0, last, BLOCK, num_stages=STAGES):
+            x = tl.load(body_ptr + start + offsets, eviction_policy="evict_last").to(tl.float32)
+            maximum, total = online_sum(x, maximum, total, log2_scale)
+        x_last = tl.load(body_ptr + last + offsets, mask=in_last, other=float("-inf")).to(tl.float32)
+        maximum, total = online_sum(x_last, maximum, total, log2_scale)
+        if EDGES:
+            columns, in_edge = edge_columns(head, body, classes, VECTOR)
+            x_edge = tl.load(row_ptr + columns, mask=in_edge, other=float("-inf")).to(tl.float32)
+            maximum, total = online_sum(x_edge, maximum, total, log2_scale)
+        finite = finite_or_zero(maximum)
+        valid = (target >= 0) & (target < classes)
+        # A target out of range reads nothing and makes its row NaN, the gradient too.
+        x_target = tl.load(row_ptr + target, mask=valid, other=float("nan")).to(tl.float32)
+        lse = finite * logit_scale + tl.log(total)
+        loss = tl.log(total) - (x_target - finite) * logit_scale
+        of_target = logit_scale / denominator
+        of_softmax = tl.where(valid, of_target / total, float("nan"))
 
-            grad = tl.exp(x_last - shift) * factor - tl.where(last + offsets == in_body, factor, 0.0)
-            tl.store(grad_body_ptr + last + offsets, grad.to(grad_ptr.dtype.element_ty), mask=in_last)
-            for back in tl.range(0, last, BLOCK, num_stages=STAGES):
-                start = last - BLOCK - back
-                x = tl.load(body_ptr + start + offsets, eviction_policy="evict_first").to(tl.float32) * logit_scale
-                grad = tl.exp(x - shift) * factor - tl.where(start + offsets == in_body, factor, 0.0)
-                tl.store(grad_body_ptr + start + offsets, grad.to(grad_ptr.dtype.element_ty))
-            if EDGES:
-                grad = tl.exp(x_edge - shift) * factor - tl.where(columns == target, factor, 0.0)
-                tl.store(grad_row_ptr + columns, grad.to(grad_ptr.dtype.element_ty), mask=inside)
-        else:
-            zeros = tl.zeros((BLOCK,), grad_ptr.dtype.element_ty)
-            for start in range(0, last, BLOCK):
-                tl.store(grad_body_ptr + start + offsets, zeros)
-            tl.store(grad_body_ptr + last + offsets, zeros, mask=in_last)
-            if EDGES:
-                columns, inside = edge_columns(head, body, classes, VECTOR)
-                tl.store(grad_row_ptr + columns, tl.zeros((2 * VECTOR,), grad_ptr.dtype.element_ty), mask=inside)
-        tl.store(row_loss_ptr + row, loss)
-        tl.store(lse_ptr + row, lse)
+        grad = tl.exp2((x_last - finite) * log2_scale) * of_softmax
+        tl.store(grad_body_ptr + last + offsets, grad.to(grad_ptr.dtype.element_ty), mask=in_last)
+        for back in tl.range(0, last, BLOCK, num_stages=STAGES):
+            start = last - BLOCK - back
+            x = tl.load(body_ptr + start + offsets, eviction_policy="evict_first").to(tl.float32)
+            grad = tl.exp2((x - finite) * log2_scale) * of_softmax
+            tl.store(grad_body_ptr + start + offsets, grad.to(grad_ptr.dtype.element_ty))
+        if EDGES:
+            grad = tl.exp2((x_edge - finite) * log2_scale) * of_softmax
+            tl.store(grad_row_ptr + columns, grad.to(grad_ptr.dtype.element_ty), mask=in_edge)
+        # The target's element once more, which spares every other one the comparison.
+        tl.debug_barrier()
+        grad = tl.exp2((x_target - finite) * log2_scale) * of_softmax - of_target
+        tl.store(grad_row_ptr + target, grad.to(grad_ptr.dtype.element_ty), mask=valid)
+    else:
+        zero_row(grad_ptr, row, classes, grad_stride, head, body, VECTOR, EDGES, BLOCK)
+    tl.store(row_loss_ptr + row, loss)
+    tl.store(lse_ptr + row, lse)
     # Released with the row losses, acquired before they are read.
-    if tl.atomic_add(finished_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+    if tl.atomic_add(finished_ptr, 1, sem="acq_rel") == rows - 1:
         tl.store(loss_ptr, reduce_rows(row_loss_ptr, rows) / denominator)
 
 
@@ -190,6 +188,7 @@ def cross_entropy_forward(
     plain = (
         weight is None and not stats
         and not options.label_smoothing and not options.z_loss and options.softcap is None
+        and options.logit_scale > 0
     )  # fmt: skip
     launch = _launch_plain if plain else _launch_options
     if options.reduction == "none":
@@ -236,7 +235,7 @@ def _launch_plain(
         )  # fmt: skip
         return
     schedule = gradient_schedule(classes, logits.element_size())
-    cross_entropy_fwd_grad_kernel[(programs(rows, logits.device, schedule),)](
+    cross_entropy_fwd_grad_kernel[(rows,)](
         logits, target, denominator, finished, results.row_loss, results.lse, grad, results.loss,
         rows, classes, logits.stride(0), grad.stride(0), options.ignore_index, options.logit_scale,
         vector, edges, schedule.block, schedule.stages, num_warps=schedule.warps,

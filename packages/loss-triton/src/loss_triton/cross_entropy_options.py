@@ -1,6 +1,7 @@
-"""Cross-entropy with the options that the plain kernels leave out: class weights, smoothing, z-loss, softcap, statistics.
+"""Cross-entropy with the options that the plain kernels leave out: weights, smoothing, z-loss, cap, statistics.
 
-With x = softcap * tanh(logit_scale * logits / softcap), e the smoothing, w the class weights, V the classes, y the target,
+With x = softcap * tanh(logit_scale * logits / softcap), e the smoothing, w the class
+weights, V the classes and y the target,
 
     loss = (1 - e) w[y] (lse - x[y]) + (e / V) sum_c w[c] (lse - x[c]) + z lse**2
     d loss / d x[c] = A softmax(x)[c] - (1 - e) w[y] [c == y] - (e / V) w[c],  A = (1 - e) w[y] + (e / V) sum(w) + 2 z lse
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 
 from loss_triton.denominator import reduce_rows
-from loss_triton.rows import body_span, body_start, edge_columns, logsumexp, softcapped
+from loss_triton.rows import LOG2_E, body_span, body_start, edge_columns, finite_or_zero, softcapped, zero_row
 
 
 @triton.jit
@@ -28,12 +29,11 @@ def _take(
     x = softcapped(scaled, softcap) if CAPPED else scaled
     x = tl.where(inside, x, float("-inf"))
     larger = tl.maximum(maximum, tl.max(x, 0))
-    finite = tl.where(larger == float("-inf"), 0.0, larger)
-    total = total * tl.exp(maximum - finite) + tl.sum(tl.exp(x - finite), 0)
+    finite = finite_or_zero(larger)
+    total = total * tl.exp2((maximum - finite) * LOG2_E) + tl.sum(tl.exp2((x - finite) * LOG2_E), 0)
     if SMOOTH:
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0) if HAS_WEIGHT else 1.0
-        before = tl.where(maximum == float("-inf"), 0.0, maximum)
-        deviation += mass * (before - finite) + tl.sum(tl.where(inside, weight * (x - finite), 0.0), 0)
+        deviation += mass * (finite_or_zero(maximum) - finite) + tl.sum(tl.where(inside, weight * (x - finite), 0.0), 0)
         mass += tl.sum(tl.where(inside, weight, 0.0), 0)
     if STATS:
         # NaN counts as the largest, as in torch.argmax.
@@ -52,7 +52,7 @@ def _gradient(
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """d loss / d (logit_scale * logits) of a block of x."""
-    grad = tl.exp(x - lse) * of_softmax - tl.where(columns == target, of_target, 0.0)
+    grad = tl.exp2((x - lse) * LOG2_E) * of_softmax - tl.where(columns == target, of_target, 0.0)
     if SMOOTH:
         grad -= of_each * tl.load(weight_ptr + columns, mask=inside, other=0.0) if HAS_WEIGHT else of_each
     if CAPPED:
@@ -105,7 +105,7 @@ def cross_entropy_options_fwd_kernel(
                 scaled, columns, in_edge, state, weight_ptr, softcap, HAS_WEIGHT, SMOOTH, CAPPED, STATS
             )
         maximum, total, deviation, mass, best, best_column = state
-        lse = logsumexp(maximum, total)
+        lse = finite_or_zero(maximum) + tl.log(total)
         if STATS:
             tl.store(prediction_ptr + row, best_column.to(tl.int64))
             tl.store(correct_ptr + row, live & (best_column == target))
@@ -166,22 +166,6 @@ def cross_entropy_options_fwd_kernel(
             tl.store(loss_ptr, reduce_rows(row_loss_ptr, rows) / denominator)
             if STATS:
                 tl.store(z_loss_ptr, reduce_rows(row_z_loss_ptr, rows) / denominator)
-
-
-@triton.jit
-def zero_row(
-    grad_ptr, row, classes, grad_stride, head, body, VECTOR: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Write zeros to a row of grad_ptr (rows, classes)."""
-    body_ptr = grad_ptr + body_start(row, grad_stride, VECTOR, EDGES)
-    offsets = tl.arange(0, BLOCK)
-    zeros = tl.zeros((BLOCK,), grad_ptr.dtype.element_ty)
-    for start in range(0, body, BLOCK):
-        tl.store(body_ptr + start + offsets, zeros, mask=start + offsets < body)
-    if EDGES:
-        columns, inside = edge_columns(head, body, classes, VECTOR)
-        edge_zeros = tl.zeros((2 * VECTOR,), grad_ptr.dtype.element_ty)
-        tl.store(grad_ptr + tl.cast(row, tl.int64) * grad_stride + columns, edge_zeros, mask=inside)
 
 
 @triton.jit(do_not_specialize=["ignore_index", "rows"])

@@ -9,6 +9,8 @@ where all rows of both tensors, read and written, are cut at the same columns.
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def body_start(row, stride, VECTOR: tl.constexpr, EDGES: tl.constexpr):
@@ -42,30 +44,47 @@ def edge_columns(head, body, classes, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def online_logsumexp(x, maximum, total):
-    """Take a block into the running maximum and the running sum of exp(x - maximum) (Milakov and Gimelshein, 2018).
-
-    A block of only -inf leaves both as they are: what is subtracted is never -inf.
-    """
-    larger = tl.maximum(maximum, tl.max(x, 0))
-    finite = tl.where(larger == float("-inf"), 0.0, larger)
-    total = total * tl.exp(maximum - finite) + tl.sum(tl.exp(x - finite), 0)
-    return larger, total
+def finite_or_zero(maximum):
+    """What may be subtracted: the maximum, or 0 where there is none (only -inf), since -inf - -inf is NaN."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit
-def logsumexp(maximum, total):
-    """log(sum(exp(x))) from the running pair; -inf for a row of only -inf."""
-    return tl.where(maximum == float("-inf"), 0.0, maximum) + tl.log(total)
+def online_sum(x, maximum, total, log2_scale):
+    """Take a block into the running maximum and the running sum of 2**((x - maximum) * log2_scale).
+
+    This is the online softmax of Milakov and Gimelshein (2018). The difference is taken before it is scaled: it is
+    exact where the logits are far from zero. exp2 rather than exp, which pays for results below 2**-126.
+    """
+    larger = tl.maximum(maximum, tl.max(x, 0))
+    finite = finite_or_zero(larger)
+    total = total * tl.exp2((maximum - finite) * log2_scale)
+    return larger, total + tl.sum(tl.exp2((x - finite) * log2_scale), 0)
 
 
 @triton.jit
 def softcapped(x, softcap):
     """softcap * tanh(x / softcap), to float32 rounding of the result also where x is small."""
     u = x / softcap
-    decay = tl.exp(-2.0 * tl.abs(u))
+    decay = tl.exp2(tl.abs(u) * (-2.0 * LOG2_E))
     magnitude = (1.0 - decay) / (1.0 + decay)
     square = u * u
     # 1 - decay cancels for small u, where four terms of the series are enough.
     series = u * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315))))
     return softcap * tl.where(tl.abs(u) < 0.2, series, tl.where(u < 0.0, -magnitude, magnitude))
+
+
+@triton.jit
+def zero_row(
+    grad_ptr, row, classes, grad_stride, head, body, VECTOR: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write zeros to a row of grad_ptr (rows, classes)."""
+    body_ptr = grad_ptr + body_start(row, grad_stride, VECTOR, EDGES)
+    offsets = tl.arange(0, BLOCK)
+    zeros = tl.zeros((BLOCK,), grad_ptr.dtype.element_ty)
+    for start in range(0, body, BLOCK):
+        tl.store(body_ptr + start + offsets, zeros, mask=start + offsets < body)
+    if EDGES:
+        columns, inside = edge_columns(head, body, classes, VECTOR)
+        edge_zeros = tl.zeros((2 * VECTOR,), grad_ptr.dtype.element_ty)
+        tl.store(grad_ptr + tl.cast(row, tl.int64) * grad_stride + columns, edge_zeros, mask=inside)
