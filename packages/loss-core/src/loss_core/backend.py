@@ -64,8 +64,8 @@ and the saved ``lse``, rounded once. ``grad_loss`` is a one-element tensor for t
 gradient for an upstream of 1, so the kernel looks at ``grad_loss`` *on the device* and leaves at once if
 it is 1. ``grad`` may be ``logits``.
 
-``cross_entropy_rescale`` multiplies ``grad`` (rows, classes) in place by the one-element ``grad_loss``, leaving
-at once, on the device, if it is 1. It serves ``inplace=True``, where the logits are gone; without it loss-core uses torch.
+``cross_entropy_rescale`` multiplies ``grad`` (rows, classes) in place by the one-element ``grad_loss``, leaving at
+once, on the device, if it is 1. It serves ``inplace=True``, where the logits are gone; without it loss-core uses torch.
 
 Rules for all of them:
 
@@ -76,7 +76,7 @@ Rules for all of them:
 - The same inputs give the same bits.
 
 A backend whose kernels know only some reductions states ``REDUCTIONS: tuple[str, ...]`` (default: all four);
-if it has ``"none"``, loss-core builds the others from it.
+if it has ``"none"``, loss-core builds the others from it (not inside ``torch.compile``).
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def cross_entropy(
     inplace: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    r"""Cross-entropy between logits and targets, as ``torch.nn.functional.cross_entropy``, with options of LLM training.
+    r"""Cross-entropy of logits and targets, as ``torch.nn.functional.cross_entropy``, with options of LLM training.
 
     With :math:`x` a row of logits after ``x = logit_scale * x`` and, if `softcap` is given, ``x = softcap * tanh(x /
     softcap)``; :math:`V` classes, target :math:`y`, class weights :math:`w`, smoothing :math:`e`, and
@@ -402,11 +402,11 @@ def _reduced(
         )
     rows = _run_on(backend, operands, options._replace(reduction="none"), inplace, stats)
     denominator = _denominator(operands, options)
-    loss, z_loss = (
-        part if part is None else (part.sum() if denominator is None else part.sum() / denominator)
-        for part in (rows.loss, rows.z_loss)
-    )
-    return rows._replace(loss=loss, z_loss=z_loss)
+
+    def reduced(part: Tensor) -> Tensor:
+        return part.sum() if denominator is None else part.sum() / denominator
+
+    return rows._replace(loss=reduced(rows.loss), z_loss=None if rows.z_loss is None else reduced(rows.z_loss))
 
 
 def _denominator(operands: _Operands, options: CrossEntropyOptions) -> Tensor | float | None:
@@ -577,7 +577,7 @@ def _forward_op(
             to_rows(input, dim), target, weight, byte_lengths, num_items, options, grad=None, stats=stats
         )
 
-    return tuple(map(_or_empty, _first_that_can(forward, input, backend)))  # type: ignore[return-value]
+    return tuple(map(_or_empty, _first_that_can(forward, input, reduction, backend)))  # type: ignore[return-value]
 
 
 def _or_empty(tensor: Tensor | None) -> Tensor:
@@ -632,7 +632,7 @@ def _backward_op(
             grad=grad, skip_if_one=False,
         )  # fmt: skip
 
-    _first_that_can(backward, input, backend)
+    _first_that_can(backward, input, reduction, backend)
     return from_rows(grad, input.shape, dim)
 
 
@@ -644,12 +644,15 @@ def _(grad_loss, input, target, *_):  # type: ignore[no-untyped-def]
     return from_rows(rows, shape, dim)
 
 
-def _first_that_can(call: Any, input: Tensor, backend: str | None) -> Any:
+def _first_that_can(call: Any, input: Tensor, reduction: str, backend: str | None) -> Any:
     """`call` with the module of the first candidate whose kernels do not refuse it."""
     refused = ""
     for choice in registry.candidates("cross_entropy", input.device, backend):
         if not hasattr(choice.module, "cross_entropy_forward"):
             refused += f"\n  {choice.name}: brings its own autograd, which torch.compile does not see"
+            continue
+        if reduction not in choice.reductions:
+            refused += f"\n  {choice.name}: knows the reductions {', '.join(choice.reductions)}, got {reduction!r}"
             continue
         try:
             with device_of(input):

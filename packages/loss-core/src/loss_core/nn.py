@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,7 @@ class CrossEntropyLoss(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.register_buffer("weight", weight)
-        self.options = {
+        self.options: dict[str, Any] = {
             "ignore_index": ignore_index,
             "reduction": reduction,
             "label_smoothing": label_smoothing,
@@ -109,7 +111,7 @@ class CausalLMLoss(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.register_buffer("weight", weight)
-        self.options = {
+        self.options: dict[str, Any] = {
             "ignore_index": ignore_index,
             "reduction": reduction,
             "label_smoothing": label_smoothing,

@@ -25,7 +25,7 @@ class _Targets(NamedTuple):
     """What the target says of each row; all of size (rows,)."""
 
     live: Tensor  # bool: not ignored
-    index: Tensor  # int64: the class, 0 where ignored or out of range
+    index: Tensor  # type: ignore[assignment]  # int64: the class, 0 where ignored or out of range
     weight: Tensor  # weight[index], 1 without class weights; NaN where out of range, which spreads to loss and gradient
 
 
@@ -60,9 +60,7 @@ def cross_entropy_forward(
             grad[rows] = _row_gradient(x, lse[rows], piece, weight, options, factor)
     z_loss = torch.where(targets.live, options.z_loss * lse**2, 0) if stats else None
     if options.reduction != "none":
-        loss, z_loss = (None if part is None else part.sum() * 1 for part in (loss, z_loss))
-        if denominator is not None:
-            loss, z_loss = (None if part is None else (part / denominator).squeeze() for part in (loss, z_loss))
+        loss, z_loss = _sum(loss, denominator), None if z_loss is None else _sum(z_loss, denominator)
     correct = None if prediction is None else (prediction == target) & targets.live
     return CrossEntropyForward(loss, lse, denominator, z_loss, prediction, correct)
 
@@ -108,6 +106,10 @@ def cross_entropy_probabilities(
         return rows.sum()
     items: Any = rows.shape[0] if num_items is None else num_items
     return (rows.sum() / items).squeeze()
+
+
+def _sum(rows: Tensor, denominator: Tensor | None) -> Tensor:
+    return rows.sum() if denominator is None else (rows.sum() / denominator).squeeze()
 
 
 def _pieces(logits: Tensor) -> Iterator[slice]:

@@ -47,17 +47,16 @@ def check(case: Case, backend: str, device: torch.device | str = "cpu") -> None:
     if changed and inputs.logits._version == version:
         raise AssertionError("the logits' memory was given away, but their version counter did not move")
     inputs.logits = before.as_strided(before.shape, before.stride())
-    for gradient, upstream_gradient in zip(gradients or [None], sent, strict=True):
+    for i, upstream_gradient in enumerate(sent):
         for name, wanted in expected(case, inputs, upstream_gradient).items():
-            actual = gradient if name == "gradient" else results[name]
-            assert_within(name, actual, wanted)  # type: ignore[arg-type]
+            assert_within(name, gradients[i] if name == "gradient" else results[name], wanted)
     if case.twice:
         _assert_repeatable(case, make_inputs(case, device), backend, results | {"gradient": gradients[0]})
 
 
 def _run(case: Case, inputs: Inputs, backend: str) -> tuple[dict[str, Tensor], list[Tensor], list[Tensor]]:
     """The results by name, the gradient of each backward, and the upstream gradients that were sent."""
-    gradients = []
+    gradients: list[Tensor] = []
     with nan_filled_empty():
         results = _call(case, inputs, backend)
         result = results.get("loss", results.get("output"))

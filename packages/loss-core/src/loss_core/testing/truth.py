@@ -44,8 +44,8 @@ class Expected(NamedTuple):
 def expected(case: Case, inputs: Inputs, upstream: Tensor) -> dict[str, Expected]:
     """The results of `case` by name.
 
-    ``loss`` and, of the statistics, ``z_loss``, ``lse``, ``prediction`` and ``correct``; or ``output``; and ``gradient``
-    if the case asks for one.
+    ``loss`` and, of the statistics, ``z_loss``, ``lse``, ``prediction`` and ``correct``; or ``output``; and
+    ``gradient`` if the case asks for one.
     """
     if case.op in ("softmax", "log_softmax"):
         return _softmax(case, inputs, upstream.detach().cpu())
@@ -202,16 +202,18 @@ def _cross_entropy(case: Case, inputs: Inputs, upstream: Tensor) -> dict[str, Ex
     z_sensitivity = 2 * _steps(case.classes) * true.z_rows.detach().abs()
 
     def of_rows(of: str, sensitivity: Tensor) -> Expected:
-        truth, torchs = (_reduced(case, getattr(l, of), l.denominator).detach() for l in (true, low))
+        truth, torchs = (_reduced(case, getattr(losses, of), losses.denominator).detach() for losses in (true, low))
         total = _reduced(case, sensitivity, true.denominator.detach().abs())
         budget = _budget(truth, torchs, total, arithmetic, arithmetic)
-        return Expected(*(_in_shape(case, inputs, t) for t in (truth, torchs, budget)), arithmetic)
+        truth, torchs, budget = (_in_shape(case, inputs, t) for t in (truth, torchs, budget))
+        return Expected(truth, torchs, budget, arithmetic)
 
     results = {"loss": of_rows("rows", of_loss)}
     if case.stats:
         results["z_loss"] = of_rows("z_rows", z_sensitivity)
-        lse = _budget(true.lse, low.lse, magnitude, arithmetic, arithmetic)
-        results["lse"] = Expected(*(t.detach().view(inputs.target.shape) for t in (true.lse, low.lse, lse)), arithmetic)
+        budget = _budget(true.lse, low.lse, magnitude, arithmetic, arithmetic)
+        truth, torchs, budget = (t.detach().view(inputs.target.shape) for t in (true.lse, low.lse, budget))
+        results["lse"] = Expected(truth, torchs, budget, arithmetic)
         results |= _predictions(case, inputs, tensors)
     if case.grad:
         results["gradient"] = _gradient(case, inputs, tensors, true, low, upstream, of_gradient)
@@ -229,7 +231,8 @@ def _gradient(
     truth, torchs = both[0], both[1].to(case.dtype)
     budget = _budget(truth, torchs, sensitivity, case.dtype, low.leaf.dtype)
     budget = torch.where(tensors.live.unsqueeze(-1), budget, 0)
-    return Expected(*(_like_logits(case, inputs, t) for t in (truth, torchs, budget)), case.dtype)
+    truth, torchs, budget = (_like_logits(case, inputs, t) for t in (truth, torchs, budget))
+    return Expected(truth, torchs, budget, case.dtype)
 
 
 def _sensitivities(case: Case, tensors: _Tensors, true: _Losses, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -309,7 +312,8 @@ def _softmax(case: Case, inputs: Inputs, upstream: Tensor) -> dict[str, Expected
     result_dtype = case.result_dtype or case.dtype
     arithmetic = _arithmetic(case.dtype)
     logits, dim = inputs.logits.detach().cpu(), inputs.dim
-    outputs, gradients = [], []
+    outputs: list[Tensor] = []
+    gradients: list[Tensor] = []
     for dtype in (torch.float64, arithmetic):
         leaf = logits.to(dtype).requires_grad_()
         output = function(leaf, dim)
