@@ -127,9 +127,26 @@ def test_train_agrees_and_its_logits_can_be_timed(tmp_path):
 
 def test_train_finds_a_backend_that_leaves_the_curve(bad_backends, tmp_path):
     words = ["--steps", "8", "--batch", "2", "--context", "16", "--device", "cpu", "-q"]
-    result = invoke("train", "-b", "torch-nn,nan,crash", *words, status=1)
+    result = invoke("train", "-b", "torch-nn,nan,crash", *words, "--json", tmp_path / "c.json", status=1)
     assert "WRONG" in result.output
     assert "no luck today" in result.output
+
+
+def test_train_on_tokens_keeps_the_encoding(tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers", reason="the extra loss-bench[tokens] is not installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = tmp_path / "t.txt"
+    text.write_text("the cat sat on the mat and the dog sat on the cat\n" * 200)
+    words = ["train", "-b", "torch-nn,torch", "--text", text, "--vocabulary", "300", "--steps", "3", "--batch", "2"]
+    words += ["--context", "8", "--device", "cpu", "-q", "--json", tmp_path / "c.json"]
+    invoke(*words)
+    (kept,) = (tmp_path / "cache" / "loss-bench").iterdir()
+    before = kept.stat().st_mtime_ns
+    invoke(*words)
+    assert kept.stat().st_mtime_ns == before
+    curve = json.loads((tmp_path / "c.json").read_text())["train"][1]
+    assert curve["status"] == "ok"
+    assert curve["loss_ms"] > 0
 
 
 def test_text_of_ones_own(tmp_path):

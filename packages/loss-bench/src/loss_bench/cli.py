@@ -24,7 +24,8 @@ from loss_bench.inputs import RealInputs, read_logits
 from loss_bench.results import Report, environment, merge, read_report
 from loss_bench.runner import CaseRunner, Plan, chosen_backends
 from loss_bench.session import Executor, Session
-from loss_bench.train import SIZES, read_text, train_all
+from loss_bench.tokens import encode, read_text
+from loss_bench.train import SIZES, train_all
 from loss_bench.train import Size as TrainSize
 from loss_bench.worker import Worker
 
@@ -319,6 +320,9 @@ def train(
     steps: Annotated[int | None, typer.Option(min=1)] = None,
     batch: Annotated[int | None, typer.Option(min=1)] = None,
     context: Annotated[int | None, typer.Option(min=1)] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(min=256, help="256 for bytes; more for a byte-pair encoding (extra tokens).")
+    ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", "-d", help="Of the matrix products and the logits.")] = None,
     seed: Annotated[int, typer.Option(help="Of the model and of the order of the data.")] = 0,
     save_logits: Annotated[
@@ -332,7 +336,7 @@ def train(
     device: DeviceOption = None,
     quiet: QuietOption = False,
 ) -> None:
-    """Train a small byte-level transformer with each backend: the same curves, tokens/s, peak memory.
+    """Train a small transformer on bytes or tokens with each backend: the same curves, tokens/s, peak memory.
 
     The seed and the order of the data are the same for all, so that only the loss function differs.
     """
@@ -341,10 +345,12 @@ def train(
         if where.type == "cuda":
             torch.cuda.set_device(where)
         found = chosen_backends(cases.words(backend), where)
-        chosen = _train_size(where, size, steps=steps, batch=batch, context=context, dtype=dtype)
-        data = read_text(text)
+        chosen = _train_size(where, size, steps=steps, batch=batch, context=context, dtype=dtype, vocabulary=vocabulary)
+        data = encode(read_text(text), chosen.vocabulary)
     except (ValueError, RuntimeError) as error:
         raise _fail(error) from error
+    except ModuleNotFoundError as error:
+        raise _fail(f"{error.name} is not installed; pip install 'loss-bench\\[tokens]'") from error
     # A backend that was named is tried even where it says that it cannot run, so that its reason is shown.
     names = cases.words(backend) or [b.name for b in found if "cross_entropy" in b.ops and b.available]
     with _progress(quiet) as step:

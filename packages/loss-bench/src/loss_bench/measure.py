@@ -385,6 +385,22 @@ class _CopyWork:
     def finish(self, index: int) -> None: ...
 
 
+def stamp(device: torch.device) -> torch.cuda.Event | float:
+    """A moment of the device's time: an event on a GPU, a clock's seconds on a CPU."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = _event()
+    event.record()
+    return event
+
+
+def seconds_between(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    """Seconds between two stamps of one device that has reached the second."""
+    if isinstance(begin, float) or isinstance(end, float):
+        return float(end) - float(begin)  # type: ignore[arg-type]
+    return begin.elapsed_time(end) * 1e-3
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for the device; nothing on a CPU."""
     if device.type == "cuda":

@@ -149,7 +149,9 @@ def _seeds_table(op: str, lines: Iterable[Sequence[str]]) -> Table:
     return table
 
 
-TRAIN_TITLES = ("backend", "loss at start", "at 1/2", "at end", "max distance", "allowed", "tokens/s", "peak MiB")
+TRAIN_TITLES = (
+    "backend", "loss at start", "at 1/2", "at end", "max distance", "allowed", "tokens/s", "loss ms", "peak MiB",
+)  # fmt: skip
 
 
 def train_cells(curve: dict[str, Any]) -> list[str]:
@@ -159,10 +161,11 @@ def train_cells(curve: dict[str, Any]) -> list[str]:
         return [curve["backend"], f"{curve['status']}: {curve['reason']}", *[""] * (len(TRAIN_TITLES) - 2)]
     return [
         curve["backend"],
-        *(f"{loss:.4f}" for loss in (losses[0], losses[len(losses) // 2], losses[-1])),
+        *("nan" if loss is None else f"{loss:.4f}" for loss in (losses[0], losses[len(losses) // 2], losses[-1])),
         _number(curve["difference"], ".1e") + (" WRONG" if curve["status"] == "wrong" else ""),
         _number(curve["allowed"], ".1e"),
         _number(curve["tokens_per_s"], ".0f"),
+        milliseconds(curve["loss_ms"]),
         _number(curve["peak_mib"], ".1f"),
     ]
 

@@ -5,32 +5,32 @@ What differs between the runs is the loss function alone, so the curves have to 
 
 from __future__ import annotations
 
-import sysconfig
+import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from loss_bench.calls import Call, make_call
-from loss_bench.cases import Case
-from loss_bench.measure import synchronize
+from loss_bench.cases import DTYPES, Case
+from loss_bench.measure import seconds_between, stamp, synchronize
 from loss_bench.model import LanguageModel
 from loss_bench.runner import attempt
+from loss_bench.tokens import BYTE_VOCABULARY
 
-BYTE_VOCABULARY = 256
-_TEXT_BYTES = 4 << 20
+_SAVED_ROWS = 8192
 
 Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
 class Size:
-    """Model and batch sizes of a training run."""
+    """Sizes of the model, the batches and the vocabulary (256: bytes) of a training run."""
 
     width: int
     layers: int
@@ -39,13 +39,15 @@ class Size:
     batch: int
     steps: int
     dtype: str = "float32"
+    vocabulary: int = BYTE_VOCABULARY
 
 
 SIZES = {
     "small": Size(width=64, layers=2, heads=4, context=64, batch=16, steps=100),
     "gpu": Size(width=512, layers=8, heads=8, context=512, batch=64, steps=300, dtype="bfloat16"),
+    "tokens": Size(width=512, layers=8, heads=8, context=512, batch=32, steps=200, dtype="bfloat16", vocabulary=32768),
 }
-"""``small`` is the default of a CPU, ``gpu`` that of a GPU."""
+"""``small`` is the default of a CPU, ``gpu`` that of a GPU; both work on bytes, ``tokens`` on a byte-pair encoding."""
 
 
 @dataclass
@@ -57,6 +59,7 @@ class Curve:
         status, reason: as in ``results.Row``; ``wrong`` if the curve left the first one's.
         losses: of every step.
         tokens_per_s: median over the steps.
+        loss_ms: median time of the loss, forward and backward, in a step.
         peak_mib: of the allocator, all in all; GPU only.
         difference: the largest distance to the first backend's curve.
         allowed: what that distance may be.
@@ -67,32 +70,16 @@ class Curve:
     reason: str = ""
     losses: list[float] = field(default_factory=list)
     tokens_per_s: float | None = None
+    loss_ms: float | None = None
     peak_mib: float | None = None
     difference: float | None = None
     allowed: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The curve as a JSON object."""
-        return asdict(self)
-
-
-def read_text(path: Path | None) -> Tensor:
-    """The bytes of a text, as a uint8 tensor; by default of the Python standard library's own sources.
-
-    Raises:
-        ValueError: if there is too little of it.
-    """
-    if path is not None:
-        data = path.read_bytes()
-    else:
-        data = b""
-        for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-            data += source.read_bytes()
-            if len(data) >= _TEXT_BYTES:
-                break
-    if len(data) < 4096:
-        raise ValueError(f"a text of at least 4096 bytes is needed, got {len(data)}")
-    return torch.frombuffer(bytearray(data[:_TEXT_BYTES]), dtype=torch.uint8)
+        """The curve as a JSON object; NaN and infinity become null."""
+        pairs = asdict(self)
+        pairs["losses"] = [loss if math.isfinite(loss) else None for loss in self.losses]
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in pairs.items()}
 
 
 def batches(text: Tensor, size: Size, device: torch.device, seed: int) -> Tensor:
@@ -132,30 +119,32 @@ def train_one(
     saved: dict[str, Tensor],
     tell: Callable[[int], None] = lambda step: None,
 ) -> Curve:
-    """Train one model; `saved` receives the last step's logits and labels."""
+    """Train one model; `saved` receives logits and labels of the last step."""
     torch.manual_seed(seed)
-    model = LanguageModel(BYTE_VOCABULARY, size.width, size.layers, size.heads, size.context).to(device)
+    model = LanguageModel(size.vocabulary, size.width, size.layers, size.heads, size.context).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    rows = data.shape[1] * (data.shape[2] - 1)
-    call = make_call(Case("cross_entropy", rows, BYTE_VOCABULARY, size.dtype), backend)
+    rows = size.batch * size.context
+    call = make_call(Case("cross_entropy", rows, size.vocabulary, size.dtype), backend)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    losses, seconds = [], []
+    losses, step_s, loss_s = [], [], []
     for step, batch in enumerate(data):
         synchronize(device)
         start = time.perf_counter()
-        loss = _step(model, optimizer, call, batch, size, saved if step == len(data) - 1 else None)
-        losses.append(loss.detach().float())
+        loss, seconds = _step(model, optimizer, call, batch, size, saved if step == len(data) - 1 else None)
         synchronize(device)
-        seconds.append(time.perf_counter() - start)
+        step_s.append(time.perf_counter() - start)
+        loss_s.append(seconds())
+        losses.append(float(loss))
         if step % 10 == 0:
             tell(step)
-    # The first steps compile kernels and grow the allocator's pool.
-    settled = sorted(seconds[len(seconds) // 4 :])
     peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
-    return Curve(
-        backend, losses=torch.stack(losses).tolist(), tokens_per_s=rows / settled[len(settled) // 2], peak_mib=peak
-    )
+    return Curve(backend, "ok", "", losses, rows / _settled(step_s), _settled(loss_s) * 1e3, peak)
+
+
+def _settled(seconds: Sequence[float]) -> float:
+    """The median without the first quarter, in which kernels are compiled and the allocator's pool grows."""
+    return statistics.median(seconds[len(seconds) // 4 :])
 
 
 def _step(
@@ -165,21 +154,27 @@ def _step(
     batch: Tensor,
     size: Size,
     saved: dict[str, Tensor] | None,
-) -> Tensor:
+) -> tuple[Tensor, Callable[[], float]]:
+    """One step; its loss, and a function that gives the seconds spent in the loss once the step is done."""
     tokens = batch.long()
-    dtype = getattr(torch, size.dtype)
+    dtype = DTYPES[size.dtype]
     with torch.autocast(batch.device.type, dtype=dtype, enabled=dtype != torch.float32):
         logits = model(tokens[:, :-1])
     labels = tokens[:, 1:].reshape(-1)
     flat = logits.view(-1, logits.shape[-1])
     if saved is not None:
         # Before the loss: some backends write their gradient over the logits.
-        saved |= {"logits": flat.detach().cpu().clone(), "labels": labels.cpu().clone()}
-    loss = call(flat, labels)
+        saved |= {name: t[:_SAVED_ROWS].detach().cpu().clone() for name, t in (("logits", flat), ("labels", labels))}
     optimizer.zero_grad(set_to_none=True)
+    # The graph is cut at the logits, so that the loss's own backward pass can be timed.
+    leaf = flat.detach().requires_grad_()
+    begin = stamp(batch.device)
+    loss = call(leaf, labels)
     loss.backward()
+    end = stamp(batch.device)
+    flat.backward(leaf.grad)
     optimizer.step()
-    return loss
+    return loss.detach(), partial(seconds_between, begin, end)
 
 
 def compare_curves(curves: Sequence[Curve], size: Size) -> None:
@@ -191,7 +186,7 @@ def compare_curves(curves: Sequence[Curve], size: Size) -> None:
     trained = [curve for curve in curves if curve.status == "ok" and curve.losses]
     if not trained:
         return
-    eps = torch.finfo(getattr(torch, size.dtype)).eps
+    eps = torch.finfo(DTYPES[size.dtype]).eps
     first = torch.tensor(trained[0].losses)
     allowed = max(2 * eps * float(first.max()), 2e-3) * max(1.0, (len(first) / 100) ** 0.5)
     for curve in trained:

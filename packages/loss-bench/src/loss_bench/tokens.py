@@ -1,0 +1,85 @@
+"""Bytes, or the tokens of a byte-pair encoding learnt from the text itself (``loss-bench[tokens]``)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BYTE_VOCABULARY = 256
+_TEXT_BYTES = 4 << 20
+
+
+def read_text(path: Path | None) -> bytes:
+    """The first 4 MiB of a text; by default of the Python standard library's own sources.
+
+    Raises:
+        ValueError: if there is too little of it.
+    """
+    data = path.read_bytes() if path is not None else _standard_library()
+    if len(data) < 4096:
+        raise ValueError(f"a text of at least 4096 bytes is needed, got {len(data)}")
+    return data[:_TEXT_BYTES]
+
+
+def _standard_library() -> bytes:
+    data = b""
+    for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        data += source.read_bytes()
+        if len(data) >= _TEXT_BYTES:
+            break
+    return data
+
+
+def encode(text: bytes, vocabulary: int) -> Tensor:
+    """The text as numbers below `vocabulary`: its bytes for 256, tokens of a byte-pair encoding for more.
+
+    The encoding is learnt once for a text and a vocabulary and kept in the user's cache folder.
+
+    Raises:
+        ValueError: for a vocabulary below 256.
+    """
+    if vocabulary < BYTE_VOCABULARY:
+        raise ValueError(f"a vocabulary holds at least the {BYTE_VOCABULARY} bytes, got {vocabulary}")
+    if vocabulary == BYTE_VOCABULARY:
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    words = text.decode("utf-8", errors="replace")
+    return torch.tensor(_tokenizer(words, vocabulary).encode(words).ids, dtype=torch.int32)
+
+
+def _tokenizer(words: str, vocabulary: int) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    name = f"{hashlib.sha256(words.encode()).hexdigest()[:16]}-{vocabulary}.json"
+    kept = _cache_folder() / name
+    if kept.exists():
+        return Tokenizer.from_file(str(kept))
+    tokenizer = _learn(words, vocabulary)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = kept.with_name(f"{name}.{os.getpid()}")
+    tokenizer.save(str(unfinished))
+    os.replace(unfinished, kept)
+    return tokenizer
+
+
+def _learn(words: str, vocabulary: int) -> Tokenizer:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(words.splitlines(keepends=True), trainer)
+    return tokenizer
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loss-bench"
