@@ -549,7 +549,8 @@ def _compiled(
     if isinstance(num_items, float):
         num_items = torch.full((1,), num_items, dtype=accumulation_dtype(input.dtype), device=input.device)
     result = _forward_op(input, target, weight, byte_lengths, num_items, *options, dim, stats, backend)
-    return _shaped(CrossEntropyForward(*result), options, shape)
+    # Without statistics their places are empty tensors.
+    return _shaped(CrossEntropyForward(*(result if stats else result[:2])), options, shape)
 
 
 @torch.library.custom_op("loss_core::cross_entropy", mutates_args=())
@@ -577,7 +578,11 @@ def _forward_op(
             to_rows(input, dim), target, weight, byte_lengths, num_items, options, grad=None, stats=stats
         )
 
-    return tuple(map(_or_empty, _first_that_can(forward, input, reduction, backend)))  # type: ignore[return-value]
+    result = _first_that_can(forward, input, reduction, backend)
+    if num_items is not None:
+        # An op may not return its argument, which is the denominator.
+        result = result._replace(denominator=num_items.clone())
+    return tuple(map(_or_empty, result))  # type: ignore[return-value]
 
 
 def _or_empty(tensor: Tensor | None) -> Tensor:
