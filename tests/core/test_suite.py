@@ -79,7 +79,8 @@ SOFTMAX_FAULTS = {
     "no maximum subtracted": "def softmax_forward(input, output):\n    e = input.double().exp().float()\n"
     "    output.copy_(e / e.sum(-1, keepdim=True))",
     "sum in half precision": "def softmax_forward(input, output):\n"
-    "    e = (input.float() - input.float().amax(-1, True)).exp().half()\n    output.copy_(e / e.sum(-1, keepdim=True, dtype=torch.float32).half())",
+    "    e = (input.float() - input.float().amax(-1, True)).exp().half()\n"
+    "    output.copy_(e / e.sum(-1, keepdim=True, dtype=torch.float32).half())",
     "NaN hidden by the maximum": "def softmax_forward(input, output):\n    _softmax(input.nan_to_num(nan=0.0, "
     "neginf=-torch.inf), output)",
     "gradient without its inner product": "def softmax_backward(grad_output, output, grad_input):\n"
