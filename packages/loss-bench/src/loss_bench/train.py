@@ -44,7 +44,7 @@ class Size:
 
 SIZES = {
     "small": Size(width=64, layers=2, heads=4, context=64, batch=16, steps=100),
-    "gpu": Size(width=512, layers=8, heads=8, context=512, batch=64, steps=300, dtype="bfloat16"),
+    "gpu": Size(width=512, layers=8, heads=8, context=512, batch=64, steps=200, dtype="bfloat16"),
     "tokens": Size(width=512, layers=8, heads=8, context=512, batch=32, steps=200, dtype="bfloat16", vocabulary=32768),
 }
 """``small`` is the default of a CPU, ``gpu`` that of a GPU; both work on bytes, ``tokens`` on a byte-pair encoding."""
