@@ -183,6 +183,19 @@ def test_peers_refuse_what_they_lack_rather_than_ignore_it(peer):
         function(*tensors, options)
 
 
+@pytest.mark.parametrize("name", ["torch", "torch-nn"])
+def test_causal_loss_is_judged_with_shifted_labels(name):
+    case = Case("causal_lm_loss", 40, 33, "float32", Options(label_smoothing=0.1))
+    inputs = random_inputs(case, CPU, seed=2, sets=1)
+    assert inputs.logits[0].shape == (1, 40, 33)
+    assert check(case, make_call(case, name), inputs, grad=True).right
+
+    def unshifted(logits, labels):
+        return F.cross_entropy(logits.view(-1, 33), labels.view(-1), label_smoothing=0.1)
+
+    assert not check(case, unshifted, inputs, grad=True).right
+
+
 def test_every_pair_of_reduction_and_weight_is_judged():
     for reduction, weight in itertools.product(("mean", "sum", "none"), (False, True)):
         case = Case("cross_entropy", 17, 31, "float32", Options(reduction=reduction, weight=weight))

@@ -36,11 +36,11 @@ def test_list_shows_peers_and_why_they_cannot_run():
 def test_run_measures_every_pass_and_writes_both_files(tmp_path):
     json_file, markdown = tmp_path / "r.json", tmp_path / "r.md"
     result = invoke(
-        "run", "cross_entropy", "softmax", "--shape", "16x100,8x33", "-b", "torch-nn,torch", *QUICK,
+        "run", "cross_entropy", "causal_lm_loss", "softmax", "--shape", "16x100,8x33", "-b", "torch-nn,torch", *QUICK,
         "--json", json_file, "--markdown", markdown,
     )  # fmt: skip
     rows = rows_of(json_file)
-    assert len(rows) == 2 * 2 * 4 * 2
+    assert len(rows) == 3 * 2 * 4 * 2
     assert {row.status for row in rows} == {"ok"}
     assert all(row.samples == 3 and row.median_ms > 0 and row.host_us > 0 and row.speedup > 0 for row in rows)
     assert all(row.loss_error < 1e-5 for row in rows)
@@ -89,6 +89,7 @@ def test_unavailable_alone_is_no_failure(tmp_path):
         (["--reduction", "max"], "unknown reduction"),
         (["--device", "tpu"], "tpu"),
         (["tanh"], "unknown op"),
+        (["causal_lm_loss", "--reduction", "none"], "scalar reduction"),
     ],
 )
 def test_mistakes_are_named(words, message):

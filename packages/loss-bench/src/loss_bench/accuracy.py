@@ -187,7 +187,7 @@ def measure_accuracy(case: Case, kind: str, backend: BackendRow, device: torch.d
     row = Accuracy(
         case.op, case.rows, case.classes, case.dtype, kind, backend.name, backend.distribution, backend.version
     )
-    if not backend.available or case.op not in backend.ops:
+    if not backend.available or case.backend_op not in backend.ops:
         row.status, row.reason = "unavailable", backend.reason or f"has no {case.op}"
         return row
     _, failure = attempt(partial(_fill, row, case, kind, device, seed))
@@ -208,7 +208,7 @@ def _fill(row: Accuracy, case: Case, kind: str, device: torch.device, seed: int)
     output.backward(upstream)
     assert leaf.grad is not None, "no gradient"
     result, grad = _Errors(output.dtype), _Errors(leaf.grad.dtype)
-    if case.op == "cross_entropy":
+    if case.is_loss:
         _add_cross_entropy(case, logits, target, output.detach(), leaf.grad, result, grad)
     else:
         _add_softmax(case, logits, output.detach(), leaf.grad, upstream, result, grad)

@@ -14,6 +14,7 @@ from typing import Any
 
 import loss_core
 import torch
+import torch.nn.functional as F
 from loss_core.backend import CrossEntropyOptions, UnsupportedInput
 from torch import Tensor
 
@@ -80,16 +81,34 @@ def make_call(case: Case, backend: str, weight: Tensor | None = None) -> Call:
     Raises:
         UnsupportedInput: if the peer is known not to take these options.
     """
-    module = loss_core.get_backend(backend).module
+    module: Any = loss_core.get_backend(backend).module
     if getattr(module, "PEER", None) is None:
         return _public_call(case, backend, weight)
-    function = getattr(module, case.op)
-    if case.op != "cross_entropy":
+    if not case.is_loss:
+        function = getattr(module, case.op)
         return lambda logits, target: function(logits)
     if case.options.inplace and not getattr(module, "INPLACE", False):
         raise UnsupportedInput("has no option to reuse the logits' memory")
     options = loss_options(case)
-    return lambda logits, target: function(logits, target, weight, None, None, options)
+    if case.op == "cross_entropy":
+        function = module.cross_entropy
+        return lambda logits, target: function(logits, target, weight, None, None, options)
+    if hasattr(module, "causal_lm_loss"):
+        function = module.causal_lm_loss
+        return lambda logits, labels: function(logits, labels, weight, options)
+    function = module.cross_entropy
+    return lambda logits, labels: function(
+        logits.view(-1, logits.shape[-1]), shifted(labels), weight, None, None, options
+    )
+
+
+def shifted(labels: Tensor | None) -> Tensor:
+    """The target of each position of (sequences, time) labels, flat: the next label, none for the last position.
+
+    This is how model code does it around a cross-entropy, and it is timed with it.
+    """
+    assert labels is not None
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).reshape(-1)
 
 
 def loss_options(case: Case) -> CrossEntropyOptions:
@@ -100,7 +119,7 @@ def loss_options(case: Case) -> CrossEntropyOptions:
 
 def _public_call(case: Case, backend: str, weight: Tensor | None) -> Call:
     function: Callable[..., Tensor] = getattr(loss_core, case.op)
-    if case.op != "cross_entropy":
+    if not case.is_loss:
         return lambda logits, target: function(logits, backend=backend)
     given: dict[str, Any] = {name: value for name, value in asdict(case.options).items() if name in _PUBLIC_OPTIONS}
     default = asdict(Options())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-OPS = ("cross_entropy", "softmax", "log_softmax")
+OPS = ("cross_entropy", "causal_lm_loss", "softmax", "log_softmax")
 """The ops that can be measured."""
 
 PASSES = ("forward", "backward", "forward+backward", "no-grad")
@@ -81,6 +81,21 @@ class Case:
         return f"{self.rows}x{self.classes}"
 
     @property
+    def is_loss(self) -> bool:
+        """Whether the op takes targets."""
+        return self.op in ("cross_entropy", "causal_lm_loss")
+
+    @property
+    def backend_op(self) -> str:
+        """The op that a backend has to provide."""
+        return "cross_entropy" if self.is_loss else self.op
+
+    @property
+    def logits_shape(self) -> tuple[int, ...]:
+        """The shape of the logits: a causal loss has a dimension of sequences, one of them, before the others."""
+        return (1, self.rows, self.classes) if self.op == "causal_lm_loss" else (self.rows, self.classes)
+
+    @property
     def logits_bytes(self) -> int:
         """Bytes of one copy of the logits."""
         return self.rows * self.classes * self.torch_dtype.itemsize
@@ -97,7 +112,7 @@ def minimal_bytes(case: Case, pass_: str) -> int | None:
     the memory's bandwidth (one read, one write). Softmax reads and writes in the forward pass (2) and reads the
     output and its gradient and writes one in the backward pass (3).
     """
-    if case.op == "cross_entropy":
+    if case.is_loss:
         targets = case.rows * torch.int64.itemsize
         passes = {"forward": 1, "no-grad": 1, "forward+backward": 2}.get(pass_)
         return None if passes is None else passes * case.logits_bytes + targets
@@ -188,8 +203,10 @@ def build_cases(
     for op in ops:
         if op not in OPS:
             raise ValueError(f"unknown op {op!r}; known: {', '.join(OPS)}")
+    if "causal_lm_loss" in ops and options.reduction == "none":
+        raise ValueError("causal_lm_loss is measured with a scalar reduction")
     cases = [
-        Case(op, rows, classes, dtype, options if op == "cross_entropy" else Options())
+        Case(op, rows, classes, dtype, options if op in ("cross_entropy", "causal_lm_loss") else Options())
         for op in ops
         for rows, classes, own in sizes
         for dtype in (dtypes or (own,))

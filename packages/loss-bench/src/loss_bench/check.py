@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loss_bench.calls import Call
+from loss_bench.calls import Call, shifted
 from loss_bench.cases import Case
 from loss_bench.inputs import IGNORE_INDEX, Inputs
 from loss_bench.measure import poison
@@ -111,8 +111,11 @@ def check(case: Case, call: Call, inputs: Inputs, *, grad: bool, seed: int = 0) 
         if overwrites:
             with torch.no_grad():
                 logits.copy_(before)
-        judge = _judge_cross_entropy if case.op == "cross_entropy" else _judge_softmax
-        result = _Result(before, target, inputs.weight, upstream, output, gradient)
+        judge = _judge_cross_entropy if case.is_loss else _judge_softmax
+        flat = (case.rows, case.classes)
+        gradient = None if gradient is None else gradient.reshape(flat)
+        targets = shifted(target) if case.op == "causal_lm_loss" else target
+        result = _Result(before.view(flat), targets, inputs.weight, upstream, output, gradient)
         return _verdict(*judge(case, result), missing=grad and gradient is None, overwrites=overwrites)
     finally:
         logits.grad = None
@@ -140,7 +143,7 @@ def _run(
 
 def _with_ignored_rows(target: Tensor) -> Tensor:
     changed = target.clone()
-    changed[::16] = IGNORE_INDEX
+    changed.view(-1)[::16] = IGNORE_INDEX
     if (changed == IGNORE_INDEX).all():
         return target
     return changed

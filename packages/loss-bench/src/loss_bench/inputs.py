@@ -48,26 +48,32 @@ def random_inputs(case: Case, device: torch.device, *, seed: int, sets: int) -> 
     as a model's are; with less, every probability would drown in the rounding of a half-precision gradient.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    shape = (case.rows, case.classes)
 
     def normal(size: tuple[int, ...], scale: float) -> Tensor:
         return torch.empty(size, dtype=case.torch_dtype, device=device).normal_(0.0, scale, generator=generator)
 
-    inputs = Inputs([normal(shape, 3.0).requires_grad_() for _ in range(sets)])
-    if case.op == "cross_entropy":
+    inputs = Inputs([normal(case.logits_shape, 3.0).requires_grad_() for _ in range(sets)])
+    if case.is_loss:
         inputs.target = [_random_target(case, device, generator) for _ in range(sets)]
         if case.options.weight:
             inputs.weight = torch.rand(case.classes, device=device, generator=generator) + 0.5
-    if case.op != "cross_entropy" or case.options.reduction == "none":
-        size = shape if case.op != "cross_entropy" else shape[:1]
+    size = _result_shape(case)
+    if size is not None:
         inputs.grad_output = [normal(size, 1.0) for _ in range(sets)]
     return inputs
 
 
+def _result_shape(case: Case) -> tuple[int, ...] | None:
+    """The shape of a result that is no scalar."""
+    if not case.is_loss:
+        return case.logits_shape
+    return (case.rows,) if case.options.reduction == "none" else None
+
+
 def _random_target(case: Case, device: torch.device, generator: torch.Generator) -> Tensor:
-    target = torch.randint(case.classes, (case.rows,), device=device, generator=generator)
+    target = torch.randint(case.classes, case.logits_shape[:-1], device=device, generator=generator)
     if case.options.ignored:
-        chosen = torch.rand(case.rows, device=device, generator=generator) < case.options.ignored
+        chosen = torch.rand(target.shape, device=device, generator=generator) < case.options.ignored
         target[chosen] = IGNORE_INDEX
     return target
 
@@ -81,13 +87,13 @@ class RealInputs:
 
     def to_inputs(self, case: Case, device: torch.device, *, sets: int) -> Inputs:
         """The file's tensors on `device`; every set is a copy of its own."""
-        logits = [self.logits.to(device, copy=True).requires_grad_() for _ in range(sets)]
-        inputs = Inputs(logits)
-        if case.op == "cross_entropy":
-            inputs.target = [self.labels.to(device, copy=True) for _ in range(sets)]
-        if case.op != "cross_entropy" or case.options.reduction == "none":
-            # Without dimensions of the class axis a reduction-free loss takes one number a row.
-            size = self.logits.shape if case.op != "cross_entropy" else self.logits.shape[:1]
+        given = self.logits.view(case.logits_shape)
+        inputs = Inputs([given.to(device, copy=True).requires_grad_() for _ in range(sets)])
+        if case.is_loss:
+            labels = self.labels.view(case.logits_shape[:-1])
+            inputs.target = [labels.to(device, copy=True) for _ in range(sets)]
+        size = _result_shape(case)
+        if size is not None:
             inputs.grad_output = [torch.randn(size, device=device).to(case.torch_dtype) for _ in range(sets)]
         return inputs
 

@@ -213,7 +213,7 @@ class CaseRunner:
     def _known_failure(self, case: Case, backend: BackendRow) -> tuple[str, str] | None:
         if not backend.available:
             return "unavailable", backend.reason
-        if case.op not in backend.ops:
+        if case.backend_op not in backend.ops:
             return "unsupported", f"has no {case.op}"
         return None
 

@@ -1,7 +1,7 @@
 """crossentropy-triton: one Triton kernel that writes the gradient over the logits.
 
-The library's own function shifts the labels and copies the logits for it; here its kernels are called without that
-copy, which is the kinder comparison.
+The library's own function is a causal loss that shifts the labels and copies the logits for it. As a cross-entropy its
+kernels are called without that copy.
 """
 
 from __future__ import annotations
@@ -45,6 +45,12 @@ def cross_entropy(
         num_items=num_items,
     )
     return _CrossEntropy.apply(logits, target, options.ignore_index)
+
+
+def causal_lm_loss(logits: Tensor, labels: Tensor, weight: Tensor | None, options: CrossEntropyOptions) -> Tensor:
+    """The library's own ``CrossEntropyFunction``: (sequences, time, classes) logits, (sequences, time) labels."""
+    refuse_options(options, known=("ignore_index",), reductions=("mean",), weight=weight)
+    return lazily(_MODULE, "CrossEntropyFunction.apply")(logits, labels, options.ignore_index)
 
 
 class _CrossEntropy(torch.autograd.Function):

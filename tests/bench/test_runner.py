@@ -1,0 +1,166 @@
+"""The order of things within a case, on a fake timer; and how peers are called, on fake libraries."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import loss_core
+import pytest
+import torch
+import torch.nn.functional as F
+from loss_bench.calls import make_call
+from loss_bench.cases import Case, Options
+from loss_bench.check import check
+from loss_bench.inputs import random_inputs
+from loss_bench.peers import requirements
+from loss_bench.runner import CaseRunner, Plan
+
+CPU = torch.device("cpu")
+CASE = Case("cross_entropy", 4, 10, "float32")
+
+
+class FakeTimer:
+    """Every pass takes as many milliseconds as its turn; remembers who was timed."""
+
+    def __init__(self):
+        self.log = []
+
+    def estimate(self, work):
+        return 1.0
+
+    def time(self, work, iterations, warmup):
+        self.log.append((getattr(work, "pass_", "copy"), iterations, warmup))
+        return [float(len(self.log))] * iterations
+
+
+def run(names, *, plan=None, case=CASE):
+    announced = []
+    timer = FakeTimer()
+    plan = plan or Plan(backends=names, passes=("forward",), iterations=9, warmup=4)
+    runner = CaseRunner(plan, CPU, lambda text, backend: announced.append((text, backend)), timer=timer)
+    return runner.run_case(case, {}), announced, timer.log[1:]
+
+
+def test_backends_take_turns_and_share_the_iterations():
+    rows, announced, log = run(("torch-nn", "torch"))
+    turns = [backend for text, backend in announced if "forward: torch" in text]
+    assert turns == ["torch-nn", "torch"] * 4
+    assert log == [("forward", 3, 4)] * 2 + [("forward", 3, 1)] * 4
+    assert [row.samples for row in rows] == [9, 9]
+    # torch-nn had turns 2, 4, 6 of the clock, torch 3, 5, 7; the first was the copy.
+    assert [row.median_ms for row in rows] == [4.0, 5.0]
+    assert [row.speedup for row in rows] == [1.0, 4.0 / 5.0]
+
+
+def test_every_backend_is_checked_before_any_is_timed_and_wrong_ones_never_are(bad_backends):
+    rows, announced, log = run(("off", "torch-nn", "nan"))
+    kinds = ["check" if "checking" in text else "time" for text, backend in announced if backend]
+    assert kinds == sorted(kinds)
+    assert len(log) == 3
+    assert {row.backend: row.status for row in rows} == {"off": "wrong", "torch-nn": "ok", "nan": "wrong"}
+
+
+def test_bandwidth_comes_from_the_same_process(bad_backends):
+    rows, *_ = run(("torch-nn",))
+    copied = 2 * (64 << 20) / 1e-3 / 1e9
+    assert rows[0].gb_s == pytest.approx((4 * 10 * 4 + 4 * 8) / (rows[0].median_ms * 1e-3) / 1e9)
+    assert rows[0].copy_share == pytest.approx(rows[0].gb_s / copied)
+
+
+def test_a_backend_that_breaks_later_loses_the_rest_only(install_backend):
+    install_backend(
+        "tired",
+        """
+        calls = []
+        def cross_entropy(logits, target, weight, byte_lengths, num_items, options):
+            calls.append(1)
+            if len(calls) > 3:
+                raise RuntimeError("too tired")
+            return F.cross_entropy(logits, target, ignore_index=options.ignore_index)
+        """,
+    )
+    plan = Plan(backends=("tired", "torch-nn"), passes=("forward", "no-grad"), iterations=3)
+
+    class Working(FakeTimer):
+        def time(self, work, iterations, warmup):
+            for index in range(iterations if hasattr(work, "call") else 0):
+                work.prepare(index)
+                work.run(index)
+            return super().time(work, iterations, warmup)
+
+    runner = CaseRunner(plan, CPU, timer=Working())
+    rows = {(row.backend, row.pass_): row for row in runner.run_case(CASE, {})}
+    assert rows["tired", "forward"].reason == "RuntimeError: too tired"
+    assert rows["tired", "no-grad"].status == "error"
+    assert rows["torch-nn", "forward"].status == rows["torch-nn", "no-grad"].status == "ok"
+
+
+def test_excluded_backends_are_not_run():
+    runner = CaseRunner(Plan(backends=("torch", "torch-nn"), passes=("forward",)), CPU, timer=FakeTimer())
+    rows = runner.run_case(CASE, {"torch": ("crashed", "boom")})
+    assert [(row.backend, row.status) for row in rows] == [("torch", "crashed"), ("torch-nn", "ok")]
+
+
+def _quack(x, target, lse_partial=None, weight=None, ignore_index=-100, reduction="mean", inplace_backward=False):
+    return F.cross_entropy(x, target, weight, ignore_index=ignore_index, reduction=reduction)
+
+
+def _liger(
+    input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
+    label_smoothing=0.0, lse_square_scale=0.0, softcap=None, return_z_loss=False,
+):  # fmt: skip
+    return loss_core.cross_entropy(
+        input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+        z_loss=lse_square_scale, softcap=softcap, backend="torch",
+    )  # fmt: skip
+
+
+class _LigerCute:
+    @staticmethod
+    def apply(x, target, weight, ignore_index=-100, z=0.0, smoothing=0.0, reduction="mean", softcap=None, *returns):
+        return _liger(x, target, weight, None, ignore_index, None, reduction, smoothing, z, softcap), None, None, None
+
+
+def _fla(ignore_index, reduction, label_smoothing, logit_scale, lse_square_scale, logit_softcapping):
+    return lambda x, y: _liger(
+        x, y, None, None, ignore_index, None, reduction, label_smoothing, lse_square_scale, logit_softcapping
+    )
+
+
+LIBRARIES = {
+    "quack": ("quack.cross_entropy", "cross_entropy", _quack),
+    "liger": ("liger_kernel.transformers.functional", "liger_cross_entropy", _liger),
+    "liger-cute": ("liger_kernel.ops.cutedsl.ops.cross_entropy", "LigerCrossEntropyFunction", _LigerCute),
+    "fla": ("fla.modules.fused_cross_entropy", "FusedCrossEntropyLoss", _fla),
+}
+
+
+@pytest.mark.parametrize("peer", LIBRARIES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(),
+        Options(reduction="sum"),
+        Options(weight=True),
+        Options(label_smoothing=0.1, z_loss=1e-3, softcap=20.0),
+    ],
+    ids=Options.describe,
+)
+def test_peers_pass_every_option_on(peer, options, monkeypatch):
+    module, name, function = LIBRARIES[peer]
+    stub = types.ModuleType(module)
+    setattr(stub, name, function)
+    monkeypatch.setitem(sys.modules, module, stub)
+    requirements.lazily.cache_clear()
+    case = Case("cross_entropy", 20, 30, "float32", options)
+    inputs = random_inputs(case, CPU, seed=0, sets=1)
+    # Adapters decide by the options alone; whether the library can run is the registry's question.
+    call = make_call(case, peer, inputs.weight)
+    if (peer == "quack" and options.z_loss) or (peer == "fla" and options.weight):
+        with pytest.raises(loss_core.UnsupportedInput):
+            check(case, call, inputs, grad=True)
+    else:
+        verdict = check(case, call, inputs, grad=True)
+        assert verdict.right, verdict.reason
+    requirements.lazily.cache_clear()
