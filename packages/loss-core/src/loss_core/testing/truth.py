@@ -3,13 +3,14 @@
 The values come from ``torch.nn.functional`` where it has the option and from the plain formula elsewhere, in float64
 and differentiated by autograd; nothing here calls a loss-core backend. An element may be off by
 
-    2 * (|torch - truth| + eps(result) * |truth| + eps(arithmetic) * sensitivity) + smallest(result)
+    2 * (|torch - truth| + eps(arithmetic) * sensitivity) + eps(result) * |truth| + smallest(result)
 
-where ``torch`` is the same computation in the arithmetic's dtype (float32, float64 for float64 inputs), ``eps(result)``
-is one rounding to the dtype of the result, ``sensitivity`` bounds what one rounding of each intermediate result does to
-the element (terms that cancel in the truth do not cancel there), and ``smallest`` is the underflow. Per element, so
-that the many small ones of a gradient are held to their own size, not to that of the largest. The factor 2 leaves
-room for another order of summation and an approximate exp2. Rows that are ignored have exactly 0.
+where ``torch`` is the same computation in the arithmetic's dtype (float32, float64 for float64 inputs), not rounded
+any further; ``eps(result)`` is one unit in the last place of the result (twice that for a gradient that took the
+logits' memory and is rescaled there); ``sensitivity`` bounds what one rounding of each intermediate result does to the
+element (terms that cancel in the truth do not cancel there); and ``smallest`` is the underflow. Per element, so that
+the many small ones of a gradient are held to their own size, not to that of the largest. The factor 2 leaves room for
+another order of summation and an approximate exp2. Rows that are ignored have exactly 0.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def assert_within(name: str, actual: Tensor, wanted: Expected) -> None:
 def _budget(truth: Tensor, low: Tensor, sensitivity: Tensor, result: torch.dtype, arithmetic: torch.dtype) -> Tensor:
     error = torch.nan_to_num((low.double() - truth).abs(), posinf=0.0)
     of_arithmetic = torch.finfo(arithmetic).eps * torch.nan_to_num(sensitivity, posinf=0.0)
-    return torch.nan_to_num(2 * (error + torch.finfo(result).eps * truth.abs() + of_arithmetic) + _smallest(result))
+    return torch.nan_to_num(2 * (error + of_arithmetic) + torch.finfo(result).eps * truth.abs() + _smallest(result))
 
 
 def _smallest(dtype: torch.dtype) -> float:
@@ -228,8 +229,10 @@ def _gradient(
         loss = _reduced(case, losses.rows, losses.denominator)
         (grad,) = torch.autograd.grad(loss, losses.leaf, upstream.to(loss.dtype))
         both.append(torch.where(tensors.live.unsqueeze(-1), grad, 0))
-    truth, torchs = both[0], both[1].to(case.dtype)
+    truth, torchs = both
     budget = _budget(truth, torchs, sensitivity, case.dtype, low.leaf.dtype)
+    if case.inplace and case.reduction != "none":
+        budget = budget + torch.finfo(case.dtype).eps * truth.abs()
     budget = torch.where(tensors.live.unsqueeze(-1), budget, 0)
     truth, torchs, budget = (_like_logits(case, inputs, t) for t in (truth, torchs, budget))
     return Expected(truth, torchs, budget, case.dtype)
@@ -320,7 +323,7 @@ def _softmax(case: Case, inputs: Inputs, upstream: Tensor) -> dict[str, Expected
         outputs.append(output.detach())
         if case.grad:
             gradients += torch.autograd.grad(output, leaf, upstream.to(dtype))
-    truth, low = outputs[0], outputs[1].to(result_dtype)
+    truth, low = outputs
     # Of x - max, not of x: whoever subtracts the log-sum-exp in one rounding loses the digits of large logits.
     logit = logits.double()
     below = (logit - logit.amax(dim, keepdim=True)).abs() if logit.numel() else logit
@@ -339,7 +342,7 @@ def _softmax(case: Case, inputs: Inputs, upstream: Tensor) -> dict[str, Expected
         else:
             total = torch.exp(truth) * g.abs().sum(dim, keepdim=True)
             sensitivity = g.abs() + total * (torch.nan_to_num(of_output, posinf=0.0) + _steps(case.classes))
-        gradient, low = gradients[0], gradients[1].to(case.dtype)
+        gradient, low = gradients
         budget = _budget(gradient, low, sensitivity, case.dtype, arithmetic)
         results["gradient"] = Expected(gradient, low, budget, case.dtype)
     return results
