@@ -1,0 +1,232 @@
+"""Faults that users of comparable software reported, each with an input of its kind; on every backend.
+
+The conformance cases cover the kinds of fault that are matters of values, dtypes, layouts and options; those that need
+large tensors or a device are in ``gpu/``, those of autograd, registry and packaging in ``core/``. Here stand the ones
+that are best shown by themselves.
+"""
+
+import loss_core
+import pytest
+import torch
+from support.devices import skip_without
+from torch.nn import functional
+
+
+def loss_and_gradient(logits, target, backend, upstream=None, **options):
+    loss = loss_core.cross_entropy(logits, target, backend=backend, **options)
+    return loss.detach(), torch.autograd.grad(loss, logits, upstream)[0]
+
+
+def leaf(values, device, dtype=torch.float32):
+    return values.detach().clone().to(device, dtype).requires_grad_()
+
+
+def test_ignore_index_that_is_a_class_keeps_the_class(backend, device):
+    logits, target = torch.randn(2, 3), torch.tensor([1, 2])
+    loss, _ = loss_and_gradient(leaf(logits, device), target.to(device), backend, ignore_index=0)
+    torch.testing.assert_close(
+        loss.cpu().double(), functional.cross_entropy(logits.double(), target), atol=1e-6, rtol=0
+    )
+
+
+def test_mean_counts_the_rows_that_are_not_ignored(backend, device):
+    logits, target = torch.randn(64, 9), torch.randint(9, (64,))
+    target[::2] = -100
+    loss, grad = loss_and_gradient(leaf(logits, device), target.to(device), backend)
+    reference = logits.double().requires_grad_()
+    wanted = functional.cross_entropy(reference, target)
+    wanted.backward()
+    torch.testing.assert_close(loss.cpu().double(), wanted.detach(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(grad.cpu().double(), reference.grad, atol=1e-7, rtol=0)
+
+
+def test_a_masked_logit_with_no_share_in_the_target(backend, device):
+    logits = leaf(torch.tensor([[-torch.inf, 0.0]]), device)
+    loss, grad = loss_and_gradient(logits, torch.tensor([1], device=device), backend)
+    assert loss.item() == 0
+    assert grad.tolist() == [[0, 0]]
+
+
+def test_probabilities_of_a_masked_logit(device):
+    logits = leaf(torch.tensor([[-torch.inf, 0.0], [1.0, 2.0]]), device)
+    target = torch.tensor([[0.0, 1.0], [0.0, 0.0]], device=device)
+    loss, grad = loss_and_gradient(logits, target, "torch", torch.ones(2, device=device), reduction="none")
+    # A row whose probabilities are all zero has neither loss nor gradient.
+    assert loss.tolist() == [0, 0]
+    assert grad.tolist() == [[0, 0], [0, 0]]
+
+
+def test_blocks_of_masked_logits(backend, device):
+    logits = torch.full((1, 100_000), -torch.inf)
+    logits[0, 50_000] = 10
+    loss, grad = loss_and_gradient(leaf(logits, device), torch.tensor([50_000], device=device), backend)
+    assert loss.item() == 0
+    assert not grad.any()
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf])
+def test_a_diverged_row_is_not_hidden(special, backend, device):
+    logits, target = torch.randn(3, 1000), torch.tensor([1, 2, 3])
+    logits[1, 999] = special
+    loss, grad = loss_and_gradient(
+        leaf(logits, device), target.to(device), backend, torch.ones(3, device=device), reduction="none"
+    )
+    assert loss.isnan().tolist() == [False, True, False]
+    assert grad.isnan().all(-1).tolist() == [False, True, False]
+    assert grad.isnan().any(-1).tolist() == [False, True, False]
+
+
+def test_a_cap_bounds_every_log_probability(backend, device):
+    logits = 124 * torch.randn(8, 300).sign()
+    target = torch.randint(300, (8,))
+    loss, _ = loss_and_gradient(
+        leaf(logits, device), target.to(device), backend, torch.ones(8, device=device), reduction="none", softcap=30.0
+    )
+    capped = 30 * torch.tanh(logits.double() / 30)
+    wanted = functional.cross_entropy(capped, target, reduction="none")
+    torch.testing.assert_close(loss.cpu().double(), wanted, atol=1e-4, rtol=0)
+    assert loss.max() < 60 + 6
+
+
+def test_padding_gains_nothing_from_a_cap(backend, device):
+    logits = torch.randn(2, 65537) - 100
+    target = torch.tensor([3, 65536])
+    loss, _ = loss_and_gradient(leaf(logits, device), target.to(device), backend, softcap=30.0)
+    wanted = functional.cross_entropy(30 * torch.tanh(logits.double() / 30), target)
+    torch.testing.assert_close(loss.cpu().double(), wanted, atol=1e-4, rtol=0)
+
+
+def test_the_loss_of_half_precision_is_float32(backend, device):
+    """A mean near 36, where bfloat16 moves in steps of a quarter."""
+    logits = (6 * torch.randn(256, 1000)).bfloat16()
+    target = logits.float().argmin(-1)
+    loss, _ = loss_and_gradient(leaf(logits, device, torch.bfloat16), target.to(device), backend)
+    wanted = functional.cross_entropy(logits.double(), target)
+    assert 30 < wanted < 50
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.cpu().double(), wanted, atol=1e-3, rtol=0)
+
+
+def test_the_gradient_of_bfloat16_is_that_of_float32_rounded_once(backend, device):
+    logits, target = torch.randn(8, 6400).bfloat16(), torch.randint(6400, (8,))
+    upstream = torch.randn(8).to(device)
+    results = [
+        loss_and_gradient(leaf(logits, device, dtype), target.to(device), backend, upstream, reduction="none")
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    (low, low_grad), (full, full_grad) = results
+    torch.testing.assert_close(low, full, atol=1e-3, rtol=0)
+    # Triton's interpreter truncates where its kernels round.
+    rounding = 2**-7 if (backend, device) == ("triton", "cpu") else 2**-8
+    torch.testing.assert_close(low_grad.float(), full_grad, atol=1e-30, rtol=rounding)
+
+
+@pytest.mark.parametrize("stride", ["row", "transposed batch"])
+def test_sequence_first_logits(stride, backend, device):
+    if stride == "row":
+        logits = torch.randn(2, 5, 8).to(device).view(10, 8)[::2]
+    else:
+        logits = torch.randn(4, 2, 8).to(device).transpose(0, 1)
+    logits = logits.detach().requires_grad_()
+    target = torch.randint(8, logits.shape[:-1]).to(device)
+    upstream = torch.randn(target.shape).to(device)
+    loss, grad = loss_and_gradient(logits, target, backend, upstream, reduction="none")
+    copy = logits.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+    wanted_loss, wanted = loss_and_gradient(copy, target, backend, upstream, reduction="none")
+    assert torch.equal(loss, wanted_loss)
+    assert torch.equal(grad, wanted)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduce", [torch.sum, torch.mean], ids=["sum", "mean"])
+def test_stride_0_upstream_gradients(reduce, weighted, backend, device):
+    logits, target = torch.randn(128, 100), torch.randint(100, (128,))
+    weight = torch.rand(100) + 0.1 if weighted else None
+    ours = leaf(logits, device)
+    reduce(
+        loss_core.cross_entropy(
+            ours, target.to(device), weight.to(device) if weighted else None, reduction="none", backend=backend
+        )
+    ).backward()
+    reference = logits.double().requires_grad_()
+    reduce(
+        functional.cross_entropy(reference, target, weight.double() if weighted else None, reduction="none")
+    ).backward()
+    torch.testing.assert_close(ours.grad.cpu().double(), reference.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_softmax_then_cross_entropy(backend, device):
+    x, target = torch.randn(6, 50), torch.randint(50, (6,))
+    ours = leaf(x, device)
+    p = torch.softmax(ours, -1)
+    before = p.detach().clone()
+    loss_core.cross_entropy(p, target.to(device), backend=backend).backward()
+    assert torch.equal(p, before)
+    reference = x.double().requires_grad_()
+    functional.cross_entropy(torch.softmax(reference, -1), target).backward()
+    torch.testing.assert_close(ours.grad.cpu().double(), reference.grad, atol=1e-7, rtol=1e-4)
+
+
+# Softmax
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+def test_zero_rows(op, backend, device):
+    skip_without(backend, op)
+    for shape in ((0, 2), (3, 0), (2, 0, 5)):
+        x = leaf(torch.zeros(shape), device)
+        getattr(loss_core, op)(x, backend=backend).sum().backward()
+        assert x.grad.shape == shape
+
+
+def test_far_from_zero(backend, device):
+    skip_without(backend, "log_softmax")
+    x = torch.rand(4, 3) - 1e7
+    y = loss_core.log_softmax(x.to(device), backend=backend)
+    torch.testing.assert_close(y.cpu().double(), torch.log_softmax(x.double(), -1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_large_logits_of_either_sign(sign, dtype, backend, device):
+    skip_without(backend, "softmax")
+    x = (sign * torch.linspace(85, 100, 64).view(4, 16)).to(dtype)
+    y = loss_core.softmax(x.to(device), backend=backend)
+    torch.testing.assert_close(y.float().sum(-1).cpu(), torch.ones(4), atol=8 * torch.finfo(dtype).eps, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_sum_of_4096_equal_terms(dtype, backend, device):
+    skip_without(backend, "softmax")
+    x = torch.zeros(1, 4096, dtype=dtype, device=device)
+    assert (loss_core.softmax(x, backend=backend) == 1 / 4096).all()
+    torch.testing.assert_close(
+        loss_core.log_softmax(x, backend=backend, dtype=torch.float32),
+        torch.full((1, 4096), -8.317766166719343).to(device),
+        atol=2e-6,
+        rtol=0,
+    )
+    loss = loss_core.cross_entropy(x, torch.tensor([7], device=device), backend=backend)
+    assert loss.item() == pytest.approx(8.317766166719343, abs=2e-6)
+
+
+def test_rows_sum_to_one_within_four_ulp(backend, device):
+    skip_without(backend, "softmax")
+    x = torch.arange(32.0).view(32, 1).expand(32, 32)
+    for dim in (0, 1):
+        total = loss_core.softmax(x.to(device), dim, backend=backend).double().sum(dim)
+        assert (total - 1).abs().max().item() <= 4 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_a_transposed_matrix(dim, op, backend, device):
+    skip_without(backend, op)
+    x = torch.randn(32, 32).t()
+    ours, reference = x.to(device).detach().requires_grad_(), x.double().detach().requires_grad_()
+    y, wanted = getattr(loss_core, op)(ours, dim, backend=backend), getattr(torch, op)(reference, dim)
+    torch.testing.assert_close(y.cpu().double(), wanted, atol=1e-6, rtol=0)
+    upstream = torch.randn(32, 32)
+    (grad,) = torch.autograd.grad(y, ours, upstream.to(device))
+    (truth,) = torch.autograd.grad(wanted, reference, upstream.double())
+    torch.testing.assert_close(grad.cpu().double(), truth, atol=1e-6, rtol=0)
