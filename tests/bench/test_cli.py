@@ -105,12 +105,23 @@ def test_options_and_sweeps_reach_the_rows(tmp_path):
     assert {row.options for row in rows} == {"label_smoothing=0.1 weight=True"}
 
 
-def test_what_a_peer_lacks_is_shown_in_its_cell(tmp_path):
+def test_what_a_peer_lacks_is_shown_in_its_cell(install_backend, tmp_path):
+    install_backend(
+        "plain",
+        """
+        from loss_bench.peers.requirements import refuse_options
+        PEER = "plain-losses"
+        def cross_entropy(logits, target, weight, byte_lengths, num_items, options):
+            refuse_options(options, known=("ignore_index",), weight=weight)
+            return F.cross_entropy(logits, target, ignore_index=options.ignore_index)
+        """,
+    )
     path = tmp_path / "r.json"
-    invoke("run", "--preset", "tiny", "--z-loss", "0.001", "-b", "torch-nn,torch", *QUICK, "--json", path)
-    (row,) = rows_of(path, backend="torch-nn", pass_="forward")
+    invoke("run", "--preset", "tiny", "--z-loss", "0.001", "-b", "torch-nn,plain", *QUICK, "--json", path)
+    (row,) = rows_of(path, backend="plain", pass_="forward")
     assert (row.status, row.reason) == ("unsupported", "the library has no z_loss")
-    assert rows_of(path, backend="torch", pass_="forward")[0].status == "ok"
+    assert row.distribution == "plain-losses"
+    assert rows_of(path, backend="torch-nn", pass_="forward")[0].status == "ok"
 
 
 def test_train_agrees_and_its_logits_can_be_timed(tmp_path):

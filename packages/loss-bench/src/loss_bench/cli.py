@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -511,7 +512,10 @@ def _progress(quiet: bool) -> Iterator[Any]:
     if quiet:
         yield lambda text, share: None
     elif not console.is_terminal:
-        yield lambda text, share: print(f"{share:4.0%} {text}", file=sys.stderr, flush=True)
+        begin = time.monotonic()
+        yield lambda text, share: print(
+            f"{time.monotonic() - begin:6.1f} s {share:4.0%} {text}", file=sys.stderr, flush=True
+        )
     else:
         columns = (SpinnerColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
         with Progress(*columns, console=console, transient=True) as bar:

@@ -372,6 +372,27 @@ def copy_gb_s(device: torch.device, timer: Timer) -> float:
     return 2 * size / (summarize(timer.time(work, 20, 5)).median * 1e-3) / 1e9
 
 
+def matmul_tflop_s(device: torch.device, timer: Timer, size: int = 8192) -> float:
+    """Rate of a square bf16 matrix product on random data, in 10**12 operations a second."""
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    median = summarize(timer.time(_MatmulWork(left, right, torch.empty_like(left)), 10, 3)).median
+    return 2 * size**3 / (median * 1e-3) / 1e12
+
+
+@dataclass
+class _MatmulWork:
+    left: Tensor
+    right: Tensor
+    out: Tensor
+
+    def prepare(self, index: int) -> None: ...
+
+    def run(self, index: int) -> None:
+        torch.matmul(self.left, self.right, out=self.out)
+
+    def finish(self, index: int) -> None: ...
+
+
 @dataclass
 class _CopyWork:
     source: Tensor

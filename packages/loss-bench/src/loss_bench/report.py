@@ -259,13 +259,14 @@ def header(report: Report) -> str:
     """Device, versions and ceilings in one line."""
     found = report.environment
     packages = " | ".join(f"{name} {version}" for name, version in found.get("packages", {}).items())
-    ceiling = report.ceilings.get("copy_gb_s")
+    ceiling, rate = report.ceilings.get("copy_gb_s"), report.ceilings.get("matmul_tflop_s")
     parts = [
         str(found.get("device")),
         f"CUDA {found['cuda']}" if "cuda" in found else "",
         f"torch {found.get('torch')}",
         packages,
         f"copy {ceiling:.0f} GB/s" if ceiling else "",
+        f"bf16 matrix product {rate:.0f} TFLOP/s" if rate else "",
     ]
     return " | ".join(part for part in parts if part)
 

@@ -7,7 +7,8 @@ A file holds one object::
     command       the words of the command line
     environment   device, versions (see ``environment``)
     settings      iterations, warm-up, seed and whatever else shaped the run
-    ceilings      {"copy_gb_s": GB/s of a copy in device memory, read plus write}
+    ceilings      {"copy_gb_s": GB/s of a copy in device memory, read plus write; on a GPU
+                  "matmul_tflop_s": rate of an 8192-cubed bf16 matrix product}
     backends      [{"name", "distribution", "version", "ops", "available", "reason"}]
     rows          [the fields of ``Row``]
     train         [the fields of ``train.Curve``], empty but for ``loss-bench train``
@@ -25,6 +26,7 @@ import json
 import math
 import os
 import platform
+import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -61,8 +63,8 @@ class Row:
         samples: how many.
         gb_s: the pass's fewest bytes over the median.
         copy_share: that as a share of the copy bandwidth of the same process.
-        graph_ms, graph_share: median of the pass replayed as a CUDA graph, and its share of the copy bandwidth; null
-            where it cannot be captured, and for the backward half, which is not.
+        graph_ms, graph_share: median of the pass replayed as a CUDA graph, and its share of the copy bandwidth;
+            forward+backward and no-grad only, and null where it cannot be captured.
         host_us: host time of one call at a tiny size.
         peak_mib: memory beyond the inputs.
         speedup: the baseline's median over this one.
@@ -220,11 +222,25 @@ def environment(device: torch.device) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)
         found |= {
             "cuda": torch.version.cuda,
+            **_driver_state(properties),
             "capability": f"{properties.major}.{properties.minor}",
             "memory_mib": properties.total_memory >> 20,
             "multiprocessors": properties.multi_processor_count,
         }
     return found
+
+
+def _driver_state(properties: Any) -> dict[str, str]:
+    """The driver's version, and what the GPU was doing before the run, as far as nvidia-smi is there to tell."""
+    query = "driver_version,utilization.gpu,clocks.sm,clocks.max.sm,temperature.gpu,power.draw"
+    words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", f"GPU-{properties.uuid}"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
+        driver, busy, clock, most, degrees, watts = (word.strip() for word in done.stdout.split(","))
+    except (OSError, subprocess.SubprocessError, ValueError, AttributeError):
+        return {}
+    state = f"{busy}% busy, SM {clock} of {most} MHz, {degrees} C, {watts} W"
+    return {"driver": driver, "state_before": state}
 
 
 def device_name(device: torch.device) -> str:

@@ -32,6 +32,9 @@ Result = TypeVar("Result")
 TINY_ROWS, TINY_CLASSES = 64, 512
 _TINY_CALLS = 20
 _ROUNDS = 3
+_DRIFT = 0.05
+# A capture takes a tenth of a second or more; these two passes say what there is to say.
+_GRAPH_PASSES = ("forward+backward", "no-grad")
 
 Announce = Callable[[str, "str | None"], None]
 """(what is being done, the backend that is being run, if any)."""
@@ -137,6 +140,9 @@ class CaseRunner:
         self.backends = chosen_backends(plan.backends, device)
         announce("copy bandwidth", None)
         self.ceilings = {"copy_gb_s": measure.copy_gb_s(device, self._timer)}
+        if device.type == "cuda":
+            self.ceilings["matmul_tflop_s"] = measure.matmul_tflop_s(device, self._timer)
+            self._release()
 
     def close(self) -> None:
         """Nothing is held but memory."""
@@ -170,8 +176,19 @@ class CaseRunner:
         for pass_ in self._plan.passes:
             rows += self._time_pass(case, pass_, contestants)
         self._release()
+        self._note_drift(rows)
         add_speedups(rows, BASELINE)
         return rows
+
+    def _note_drift(self, rows: list[Row]) -> None:
+        """Say so in every row if a copy no longer runs as it did: a clock moved, or somebody else is on the GPU."""
+        if self._device.type != "cuda":
+            return
+        ratio = measure.copy_gb_s(self._device, self._timer) / self.ceilings["copy_gb_s"]
+        self._release()
+        if abs(ratio - 1) > _DRIFT:
+            for row in rows:
+                row.note = "; ".join(filter(None, (row.note, f"a copy ran at {ratio:.0%} of its first speed")))
 
     def _inputs(self, case: Case) -> Inputs:
         sets = sets_needed(case, measure.l2_bytes(self._device))
@@ -282,7 +299,7 @@ class CaseRunner:
         if bytes_ is not None and summary.median > 0:
             row.gb_s = gb_per_second(bytes_, summary.median)
             row.copy_share = row.gb_s / self.ceilings["copy_gb_s"]
-        if self._plan.graph and self._device.type == "cuda" and row.pass_ != "backward":
+        if self._plan.graph and self._device.type == "cuda" and row.pass_ in _GRAPH_PASSES:
             self._fill_graph(row, contestant, bytes_, summary.samples)
         row.peak_mib, _ = attempt(lambda: measure.peak_mib(contestant.work(row.pass_), self._device))
         row.host_us = self._host_time(case, row.pass_, contestant.backend)

@@ -47,7 +47,7 @@ def cross_entropy(
     """``F.cross_entropy``, compiled."""
     refuse_options(
         options,
-        known=("ignore_index", "label_smoothing", "weight"),
+        known=torch_nn.KNOWN,
         weight=weight,
         byte_lengths=byte_lengths,
         num_items=num_items,

@@ -13,6 +13,9 @@ API_VERSION = 1
 OPS = ("cross_entropy", "softmax", "log_softmax")
 PEER = "torch"
 
+KNOWN = ("ignore_index", "label_smoothing", "z_loss", "softcap", "logit_scale", "weight")
+"""Options of ``F.cross_entropy``, and those that users put around it."""
+
 
 def unavailable_reason(device: torch.device) -> str | None:
     """Never: torch runs on all of its devices."""
@@ -30,7 +33,7 @@ def cross_entropy(
     """``F.cross_entropy``; the loss has the dtype of the logits."""
     refuse_options(
         options,
-        known=("ignore_index", "label_smoothing", "weight"),
+        known=KNOWN,
         weight=weight,
         byte_lengths=byte_lengths,
         num_items=num_items,
@@ -41,8 +44,14 @@ def cross_entropy(
 def functional_cross_entropy(
     logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions
 ) -> Tensor:
-    """The call of ``F.cross_entropy`` by itself, to be compiled too."""
-    return F.cross_entropy(
+    """``F.cross_entropy``, by itself where it has the options, to be compiled too.
+
+    Scale, softcap and z-loss are written around it the way model code does it, on logits in float32.
+    """
+    extended = options.logit_scale != 1.0 or options.softcap is not None or options.z_loss != 0.0
+    if extended:
+        logits = _transformed(logits, options)
+    loss = F.cross_entropy(
         logits,
         target,
         # torch wants the weights in the dtype of the logits.
@@ -51,6 +60,20 @@ def functional_cross_entropy(
         reduction=options.reduction,
         label_smoothing=options.label_smoothing,
     )
+    return loss + _z_loss(logits, target, weight, options) if options.z_loss else loss
+
+
+def _transformed(logits: Tensor, options: CrossEntropyOptions) -> Tensor:
+    x = logits.float() * options.logit_scale if logits.dtype != torch.float64 else logits * options.logit_scale
+    return x if options.softcap is None else options.softcap * torch.tanh(x / options.softcap)
+
+
+def _z_loss(logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions) -> Tensor:
+    kept = target != options.ignore_index
+    rows = options.z_loss * torch.logsumexp(logits, dim=-1).square() * kept
+    if options.reduction != "mean":
+        return rows if options.reduction == "none" else rows.sum()
+    return rows.sum() / (kept.sum() if weight is None else (weight[target.where(kept, 0)] * kept).sum())
 
 
 def softmax(input: Tensor) -> Tensor:
