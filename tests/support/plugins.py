@@ -36,17 +36,21 @@ def add_distribution(
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
+def unset() -> dict[str, str]:
+    """The environment without the variables that choose or interpret backends, which the tests set."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("LOSS_", "TRITON_", "PYTEST_"))}
+
+
 def run_python(program: str, *paths: Path, **environment: str) -> Any:
     """Run `program` in a fresh interpreter with `paths` on sys.path; what it passes to ``report`` comes back.
 
     The variables that choose or interpret backends are those of `environment` alone.
     """
     head = "import json\ndef report(value): print('\\nREPORT' + json.dumps(value))\n"
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("LOSS_", "TRITON_", "COV_", "PYTEST_"))}
     path = os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", head + textwrap.dedent(program)],
-        env={**inherited, "PYTHONPATH": path, **environment},
+        env={**unset(), "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
     )
