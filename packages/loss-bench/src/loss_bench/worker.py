@@ -129,7 +129,7 @@ def _serve(connection: Connection, plan: Plan, device: torch.device) -> None:
     except Exception as error:
         connection.send(("hello", first_line(error)))
         return
-    # What is loaded by now stays: without it, each collection before a graph's capture takes a tenth of the time.
+    # Libraries stay loaded; the collection before each capture of a graph need not look at all of their objects.
     gc.freeze()
     connection.send(("hello", (runner.environment, runner.backends, runner.ceilings)))
     while True:

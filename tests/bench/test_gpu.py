@@ -1,0 +1,64 @@
+"""The command on a real GPU: numbers that can be true, and a context that a backend leaves unusable."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from loss_bench.cli import app
+from loss_bench.results import read_report
+from typer.testing import CliRunner
+
+pytestmark = pytest.mark.gpu
+
+
+def run(path, *words, status=0):
+    result = CliRunner().invoke(app, ["run", *words, "--iters", "9", "-q", "--json", str(path)])
+    assert result.exit_code == status, result.output
+    return {(row.op, row.backend, row.pass_): row for row in read_report(path).rows}
+
+
+def test_numbers_are_plausible(tmp_path):
+    rows = run(tmp_path / "r.json", "cross_entropy", "softmax", "--shape", "4096x16384", "-b", "torch-nn,torch")
+    ceilings = read_report(tmp_path / "r.json").ceilings
+    assert 100 < ceilings["copy_gb_s"] < 20_000
+    logits_mib = 4096 * 16384 * 2 / 2**20
+    for (op, backend, pass_), row in rows.items():
+        assert row.status == "ok", (op, backend, pass_, row.reason)
+        assert 0 < row.p20_ms <= row.median_ms <= row.p80_ms
+        assert 1 < row.host_us < 20_000
+        if row.copy_share is not None:
+            # Reading alone may be a little faster than copying.
+            assert 0 < row.copy_share < 1.4
+        if pass_ == "forward+backward":
+            assert row.peak_mib >= logits_mib
+        assert row.loss_error < 1e-2
+    assert rows["cross_entropy", "torch-nn", "no-grad"].graph_ms > 0
+    assert rows["softmax", "torch-nn", "forward+backward"].graph_share < 1.4
+    whole = rows["cross_entropy", "torch-nn", "forward+backward"].median_ms
+    halves = sum(rows["cross_entropy", "torch-nn", half].median_ms for half in ("forward", "backward"))
+    assert whole == pytest.approx(halves, rel=0.35)
+
+
+def test_an_unusable_context_costs_nobody_else_a_row(install_backend, tmp_path):
+    install_backend(
+        "poison",
+        """
+        def cross_entropy(logits, target, weight, byte_lengths, num_items, options):
+            beyond = torch.full((1,), 10**6, device=logits.device)
+            return F.cross_entropy(logits, target) + logits.flatten()[:4][beyond].sum()
+        """,
+    )
+    rows = run(tmp_path / "r.json", "--shape", "64x128", "-b", "torch-nn,poison,torch", "--pass", "forward", status=1)
+    status = {backend: row.status for (_, backend, _), row in rows.items()}
+    assert status == {"torch-nn": "ok", "poison": "crashed", "torch": "ok"}
+
+
+def test_training_curves_agree(tmp_path):
+    names = "torch-nn,torch"
+    words = ["--steps", "20", "--batch", "4", "--context", "64", "-q", "--json", str(tmp_path / "c.json")]
+    result = CliRunner().invoke(app, ["train", "-b", names, *words])
+    assert result.exit_code == 0, result.output
+    first, second = read_report(tmp_path / "c.json").train
+    assert torch.cuda.is_available()
+    assert first["peak_mib"] > 0
+    assert second["loss_ms"] > 0
