@@ -75,6 +75,8 @@ DENOMINATOR_ONE, DENOMINATOR_ROWS, DENOMINATOR_WEIGHTS, DENOMINATOR_BYTES, DENOM
 COUNT_BLOCKS = 32
 COUNT_THREADS = 512
 COUNT_UNROLL = 8
+# Shared memory of the counting kernels: a word per warp. The DSL sees only what its own allocator hands out.
+COUNT_BYTES = 128
 WORKSPACE_COUNTER = COUNT_BLOCKS
 WORKSPACE_PARTIALS = 64
 
@@ -295,7 +297,7 @@ class CrossEntropyForward(CrossEntropyRows):
         if cutlass.const_expr(self.scalar):
             self.cross_entropy_count_kernel(
                 g_target, g_weight, g_bytes, g_workspace, rows, cols, denominator_kind, bytes_bits, ignore_index
-            ).launch(grid=[count_grid, 1, 1], block=[COUNT_THREADS, 1, 1], stream=stream)
+            ).launch(grid=[count_grid, 1, 1], block=[COUNT_THREADS, 1, 1], smem=COUNT_BYTES, stream=stream)
         self.cross_entropy_forward_kernel(
             g_logits,
             logits_stride,
@@ -884,7 +886,7 @@ class CrossEntropyBackward(CrossEntropyRows):
     ):
         if cutlass.const_expr(self.weighted and self.smoothing):
             self.cross_entropy_weight_sum_kernel(g_weight, g_workspace, cols).launch(
-                grid=[1, 1, 1], block=[COUNT_THREADS, 1, 1], stream=stream
+                grid=[1, 1, 1], block=[COUNT_THREADS, 1, 1], smem=COUNT_BYTES, stream=stream
             )
         self.cross_entropy_backward_kernel(
             g_upstream,
