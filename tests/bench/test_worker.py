@@ -111,3 +111,36 @@ def test_every_finished_case_is_reported_at_once():
     seen = []
     Session(FakeExecutor(), PLAN, CASES, after_case=lambda done, report: seen.append((done, len(report.rows)))).run()
     assert seen == [(1, 3), (2, 6)]
+
+
+def test_an_interrupted_run_is_resumed_from_its_file(tmp_path):
+    path = tmp_path / "r.json"
+    words = ["run", "--shape", "4x10", "-b", "torch-nn", "--pass", "forward", "--iters", "2", "-q", "--in-process"]
+    words += ["--device", "cpu", "--json", str(path)]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    first = read_report(path).rows
+    resumed = CliRunner().invoke(app, [*words, "--shape", "4x12", "--resume", str(path)])
+    assert resumed.exit_code == 0, resumed.output
+    assert read_report(path).rows[0] == first[0]
+    assert [row.classes for row in read_report(path).rows] == [10, 12]
+    other = read_report(path)
+    other.environment["device"] = "another"
+    other.write(path)
+    assert "another" in CliRunner().invoke(app, [*words, "--resume", str(path)]).output
+
+
+def test_ctrl_c_keeps_the_finished_cases(install_backend, tmp_path):
+    install_backend(
+        "impatient",
+        """
+        def cross_entropy(logits, target, weight, byte_lengths, num_items, options):
+            if logits.shape[1] == 12:
+                raise KeyboardInterrupt
+            return F.cross_entropy(logits, target, ignore_index=options.ignore_index)
+        """,
+    )
+    path = tmp_path / "r.json"
+    words = ["run", "--shape", "4x10,4x12,4x14", "-b", "impatient", "--pass", "forward", "--iters", "2", "-q"]
+    result = CliRunner().invoke(app, [*words, "--in-process", "--device", "cpu", "--json", str(path)])
+    assert result.exit_code == 130
+    assert [row.classes for row in read_report(path).rows] == [10]

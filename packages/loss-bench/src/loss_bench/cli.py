@@ -43,6 +43,7 @@ app = typer.Typer(
 # A causal loss is a cross-entropy with shifted labels: the same errors.
 _ACCURACY_OPS = ("cross_entropy", "softmax", "log_softmax")
 _PLAIN_WIDTH = 180
+_INTERRUPTED = 130
 _BUDGET_MS = {"cuda": 300.0, "cpu": 150.0}
 
 
@@ -213,9 +214,13 @@ def run(
         raise _fail(error) from error
     plan = Plan(tuple(backends), tuple(chosen_passes), iters, warmup, _BUDGET_MS[where.type], seed, logits, graph)
     with _progress(quiet) as step:
-        found = _run(plan, where, chosen, step, json_file, earlier, preset, None if in_process else time_limit)
+        found, interrupted = _run(
+            plan, where, chosen, step, json_file, earlier, preset, None if in_process else time_limit
+        )
     found.settings["preset"] = preset
     _deliver(found, json_file, markdown)
+    if interrupted:
+        raise typer.Exit(_INTERRUPTED)
     if found.has_wrong:
         raise typer.Exit(1)
 
@@ -229,8 +234,8 @@ def _run(
     earlier: Report | None,
     preset: str | None,
     time_limit: float | None,
-) -> Report:
-    """The report of a run, of its finished cases if it is interrupted; written after each of them."""
+) -> tuple[Report, bool]:
+    """The report of a run, of its finished cases if it is interrupted (and whether); written after each of them."""
     done = 0
 
     def announce(text: str, backend: str | None) -> None:
@@ -245,21 +250,28 @@ def _run(
             found.write(json_file)
 
     try:
-        executor: Executor
-        if time_limit is None:
-            executor = CaseRunner(plan, device, announce)
-        else:
-            executor = Worker(plan, device, announce, time_limit_s=time_limit)
-        session = Session(executor, plan, chosen, earlier=earlier, after_case=after_case)
+        executor = _executor(plan, device, announce, time_limit)
     except (ValueError, RuntimeError) as error:
         raise _fail(error) from error
     try:
+        session = Session(executor, plan, chosen, earlier=earlier, after_case=after_case)
         session.run()
+    except ValueError as error:
+        raise _fail(error) from error
     except KeyboardInterrupt:
         _console(stderr=True).print("interrupted; what was measured follows")
+        return session.report, True
     finally:
         executor.close()
-    return session.report
+    return session.report, False
+
+
+def _executor(
+    plan: Plan, device: torch.device, announce: Callable[[str, str | None], None], time_limit: float | None
+) -> Executor:
+    if time_limit is None:
+        return CaseRunner(plan, device, announce)
+    return Worker(plan, device, announce, time_limit_s=time_limit)
 
 
 def _command() -> list[str]:

@@ -57,7 +57,8 @@ class Worker:
         # A forked process cannot use CUDA, and would inherit this one's threads in whatever state they are.
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, *self._arguments), daemon=True)
+        # Not a daemon: those may have no children, and compilers have some. Without a parent it ends by itself.
+        self._process = context.Process(target=_serve, args=(theirs, *self._arguments))
         self._process.start()
         theirs.close()
         try:
