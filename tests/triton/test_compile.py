@@ -1,0 +1,93 @@
+"""Every kernel compiles to machine code for every architecture, without a GPU.
+
+A driver that names the architecture stands in for the real one, and the launchers are called as always; each launch
+compiles and stops there. In fresh interpreters, since this process interprets its kernels if it has no GPU.
+"""
+
+import pytest
+from support.plugins import run_python
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90a": ("cuda", 90, 32),
+    "sm_100a": ("cuda", 100, 32),
+    "sm_120a": ("cuda", 120, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+
+PROGRAM = """
+import collections, torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+class Driver:
+    def get_current_target(self): return GPUTarget(*{target!r})
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=None): return 0
+    def get_active_torch_device(self): return torch.device("cpu")
+    def get_benchmarker(self): return None
+
+driver.set_active(Driver())
+launch, compiled = JITFunction.run, collections.Counter()
+
+def compile_only(self, *args, grid, warmup, **kwargs):
+    kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+    compiled[self.__name__] += 1
+    binary = [kernel.asm[name] for name in ("cubin", "hsaco") if name in kernel.asm]
+    assert binary and len(binary[0]) > 1000, f"no machine code for {{self.__name__}}"
+    return kernel
+
+JITFunction.run = compile_only
+
+import loss_triton
+from loss_core.backend import CrossEntropyOptions
+
+EVERYTHING = dict(label_smoothing=0.1, z_loss=0.01, softcap=30.0, logit_scale=0.5)
+
+def cross_entropy(classes, dtype, reduction, weighted, stats, **options):
+    logits = torch.empty(4, classes, dtype=dtype)
+    options = CrossEntropyOptions(reduction=reduction, **options)
+    target = torch.zeros(4, dtype=torch.int64)
+    weight = torch.ones(classes) if weighted else None
+    lengths = torch.ones(4, dtype=torch.int32) if reduction == "byte_mean" else None
+    grad = None if reduction == "none" else torch.empty_like(logits)
+    out = loss_triton.cross_entropy_forward(
+        logits, target, weight, lengths, None, options, grad=grad, stats=stats
+    )
+    upstream = torch.ones(4 if reduction == "none" else 1)
+    loss_triton.cross_entropy_backward(
+        upstream, logits, target, weight, out.lse, out.denominator, options, grad=torch.empty_like(logits),
+        skip_if_one=reduction != "none",
+    )
+    loss_triton.cross_entropy_rescale(upstream[:1], torch.empty_like(logits))
+
+# One block and many; rows that start on 16 bytes and rows that do not.
+cross_entropy(1000, torch.float32, "mean", False, False)
+cross_entropy(50257, torch.bfloat16, "mean", False, False)
+cross_entropy(128256, torch.float16, "none", False, False)
+cross_entropy(50257, torch.float16, "sum", True, True, **EVERYTHING)
+cross_entropy(1000, torch.bfloat16, "byte_mean", True, False, label_smoothing=0.1)
+for op in ("softmax", "log_softmax"):
+    for classes, dtype in ((32, torch.float16), (1000, torch.float32), (50257, torch.bfloat16), (128256, torch.bfloat16)):
+        x = torch.empty(4, classes, dtype=dtype)
+        getattr(loss_triton, op + "_forward")(x, torch.empty_like(x))
+        getattr(loss_triton, op + "_backward")(x, x, torch.empty_like(x))
+
+import inspect
+kernels = set()
+for module in (loss_triton.cross_entropy, loss_triton.softmax, loss_triton.denominator):
+    source = module if inspect.ismodule(module) else inspect.getmodule(module)
+    kernels |= {{name for name, value in vars(source).items() if isinstance(value, JITFunction) and name.endswith("_kernel")}}
+report([sorted(compiled), sorted(kernels)])
+"""
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles(target, tmp_path):
+    program = PROGRAM.format(target=TARGETS[target])
+    compiled, kernels = run_python(program, TRITON_CACHE_DIR=str(tmp_path))
+    assert set(kernels) <= set(compiled), f"never launched: {set(kernels) - set(compiled)}"
+    assert len(kernels) >= 6
