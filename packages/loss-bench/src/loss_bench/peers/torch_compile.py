@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable
 
 import torch
-import torch._dynamo
 from loss_core.backend import CrossEntropyOptions
 from torch import Tensor
 
@@ -67,6 +66,9 @@ def log_softmax(input: Tensor) -> Tensor:
 
 @functools.cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    # Takes seconds to import, which a table of backends need not wait for.
+    import torch._dynamo
+
     torch._dynamo.config.recompile_limit = _COMPILATIONS
     torch._dynamo.config.accumulated_recompile_limit = _COMPILATIONS
     return torch.compile(function, fullgraph=True, dynamic=False)
