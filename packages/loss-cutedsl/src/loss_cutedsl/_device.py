@@ -71,7 +71,7 @@ def add(a, b):
 
 
 def tanh(u):
-    """tanh to about 2 ulp: a polynomial near zero, where 1 - 2 / (exp(2 u) + 1) would cancel, that formula elsewhere."""
+    """tanh to about 2 ulp: a polynomial near zero, where 1 - 2 / (exp(2 u) + 1) would cancel, else that."""
     z = u * u
     p = Float32(TANH_POLYNOMIAL[-1])
     for coefficient in reversed(TANH_POLYNOMIAL[:-1]):
@@ -330,7 +330,7 @@ class StagedRows:
     # Geometry
 
     def place(self):
-        """Where this thread stands: thread and group of threads in the block, block of the cluster, first row, row step."""
+        """Where this thread is: thread and group of threads in the block, block of the cluster, first row, row step."""
         thread = cute.arch.thread_idx()[0]
         block = cute.arch.block_idx()[0]
         if self.cluster > 1:

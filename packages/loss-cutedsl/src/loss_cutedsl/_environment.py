@@ -72,7 +72,7 @@ def wheels_reason() -> str | None:
 
 
 def _driver_reason() -> str | None:
-    """The libraries compile for their own CUDA release; a driver loads code of its own major release or an older one."""
+    """The libraries compile for their own CUDA release; a driver loads code of its own major or an older one."""
     needed = 12
     try:
         metadata.version(PARTS[2])

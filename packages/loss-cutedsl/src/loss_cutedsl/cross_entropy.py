@@ -26,7 +26,6 @@ from loss_core.backend import UnsupportedInput
 
 from . import _schedule
 from ._compile import compiled
-
 from ._device import (
     LN2,
     LOG2E,
@@ -86,8 +85,8 @@ ENTRY_WORDS = 8
 class RowFacts(NamedTuple):
     """What stays the same over the rows of one launch.
 
-    The kernels work with values t = x / unit, whose powers are exp(x - m) = 2 ** ((t - max t) * power). ``inner`` is the
-    factor of a logit before the softcap ``limit``. ``confidence``, ``share``: 1 - e and e / V.
+    The kernels work with values t = x / unit, whose powers are exp(x - m) = 2 ** ((t - max t) * power). ``inner`` is
+    the factor of a logit before the softcap ``limit``. ``confidence``, ``share``: 1 - e and e / V.
     """
 
     cols: Int32
@@ -534,7 +533,7 @@ class CrossEntropyForward(CrossEntropyRows):
             ahead_chunk = Int32(0)
             ahead_stage = Int32(0)
             ahead_target = self.load_target(g_target, first_row, first_row < rows, ignore_index)
-            for s in cutlass.range_constexpr(self.stages):
+            for _ in cutlass.range_constexpr(self.stages):
                 ahead_row, ahead_chunk, ahead_stage, ahead_target = self.start_chunk(
                     facts, s_slots, g_logits, logits_stride, g_end, g_target, ignore_index, rows, row_step,
                     ahead_row, ahead_chunk, ahead_stage, ahead_target,
@@ -738,8 +737,11 @@ class CrossEntropyForward(CrossEntropyRows):
         self, facts, s_row, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, highest, pull, scale,
         g_next, next_low, next_high,
     ):  # fmt: skip
-        """gradient = pull * 2**(t - highest) - scale * (e / V * w + (1 - e) * w[y] * [c = y]), from the row in shared
-        memory; each slot that is done takes the next row's copy."""
+        """Write the gradient of the row in shared memory.
+
+        It is pull * 2**(t - highest) - scale * (e / V * w + (1 - e) * w[y] * [c = y]).
+        Each slot that is done takes the next row's copy.
+        """
         aligned = True
         if cutlass.const_expr(self.ragged):
             aligned = out_phase == phase
@@ -839,7 +841,7 @@ class CrossEntropyForward(CrossEntropyRows):
 
 
 class CrossEntropyBackward(CrossEntropyRows):
-    """The gradient, recomputed from logits and lse, times the upstream gradient. One group of threads to a tile of a row."""
+    """The gradient recomputed from logits and lse, times the upstream gradient; a group of threads to a tile."""
 
     def __init__(
         self,

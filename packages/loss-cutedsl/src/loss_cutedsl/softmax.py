@@ -5,8 +5,9 @@ With m = max x and total = sum exp(x - m), over each row of V classes::
     softmax      y = exp(x - m) / total             dx = y * (dy - sum_j dy[j] * y[j])
     log-softmax  y = (x - m) - log(total)           dx = dy - exp(y) * sum_j dy[j]
 
-All in float32, each element rounded once. The sum runs online, with a running maximum (Milakov and Gimelshein 2018). Where a row fits in
-shared memory it is read once, and the next row's copies run under the stores of this one; longer rows are read twice.
+All in float32, each element rounded once. The sum runs online, with a running maximum (Milakov and Gimelshein
+2018). Where a row fits in shared memory it is read once, and the next row's copies run under the stores of this one;
+longer rows are read twice.
 A row that has NaN or +inf, or only -inf, gives NaN.
 
 Prefixes: ``g_`` global address (Int64), ``s_`` shared-memory address (Int32). Sizes: R rows, V classes.
@@ -21,7 +22,6 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from . import _schedule
 from ._compile import compiled
-
 from ._device import (
     LN2,
     LOG2E,
@@ -37,7 +37,6 @@ from ._device import (
     load_global_or,
     load_shared,
     log2,
-    maximum,
     pack,
     store_element,
     store_global,
