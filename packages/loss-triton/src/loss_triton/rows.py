@@ -2,8 +2,10 @@
 
 A row that does not start at a multiple of 16 bytes, or does not end at one, cannot be read in 16-byte vectors as it
 stands. It is cut into a head and a tail shorter than one vector, together the *edges*, and a body in between that
-starts and ends at a multiple of it. ``VECTOR`` is the number of elements in 16 bytes; the host sets ``EDGES`` only
-where all rows of both tensors, read and written, are cut at the same columns.
+starts and ends at a multiple of it. ``VECTOR`` is the number of elements in 16 bytes, or 1 where rows of the tensors
+that are read and written are not cut at the same columns; without ``EDGES`` the body is the whole row.
+
+A block is (rounds, LANES * VECTOR) elements of a row: a lane, which is a thread, has a vector of each round.
 """
 
 import triton
@@ -13,34 +15,60 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def body_start(row, stride, VECTOR: tl.constexpr, EDGES: tl.constexpr):
-    """Offset of the first element of the row's body, of which the compiler can see that it is a multiple of VECTOR."""
-    start = tl.cast(row, tl.int64) * stride
+def body_of(row_ptr, classes, VECTOR: tl.constexpr, EDGES: tl.constexpr):
+    """Width of the row's head and of its body."""
+    head = 0
     if EDGES:
-        start = (start + (VECTOR - 1)) // VECTOR * VECTOR
-    return start
+        SIZE: tl.constexpr = row_ptr.dtype.element_ty.primitive_bitwidth // 8
+        start = row_ptr.to(tl.int64) // SIZE
+        # A row may be shorter than its head would be.
+        head = tl.minimum((VECTOR - start % VECTOR) % VECTOR, classes).to(tl.int32)
+    # Rounded without edges too, where it changes nothing, to show the compiler that masks do not cut vectors.
+    return head, (classes - head) // VECTOR * VECTOR
 
 
 @triton.jit
-def body_span(row, stride, classes, VECTOR: tl.constexpr, EDGES: tl.constexpr):
-    """Width of the row's head and of its body."""
-    if EDGES:
-        start = tl.cast(row, tl.int64) * stride
-        head = ((start + (VECTOR - 1)) // VECTOR * VECTOR - start).to(tl.int32)
-        # A row may be shorter than its head would be.
-        head = tl.minimum(head, classes)
-        return head, (classes - head) // VECTOR * VECTOR
+def block_columns(start, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """SIZE columns from start, as (SIZE // WIDTH, WIDTH)."""
+    return start + tl.arange(0, SIZE // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+
+
+@triton.jit
+def vectors(body_ptr, columns, VECTOR: tl.constexpr):
+    """Pointers to columns of a body, with the alignment that the compiler cannot see."""
+    if VECTOR > 1:
+        return tl.multiple_of(body_ptr + columns, (1, 16))
     else:
-        return 0, classes
+        return body_ptr + columns
 
 
 @triton.jit
 def edge_columns(head, body, classes, VECTOR: tl.constexpr):
-    """Columns of the head and of the tail, and which of these 2 * VECTOR lanes stand for one."""
-    lane = tl.arange(0, 2 * VECTOR)
+    """Columns of the head and of the tail as (1, 2 * VECTOR), and which of them there are."""
+    lane = tl.arange(0, 2 * VECTOR)[None, :]
     columns = tl.where(lane < VECTOR, lane, head + body + lane - VECTOR)
     inside = tl.where(lane < VECTOR, lane < head, columns < classes)
     return columns, inside
+
+
+@triton.jit
+def lane_max(x, LANES: tl.constexpr):
+    """Maximum of each lane of a block; no lane waits for another."""
+    VECTOR: tl.constexpr = x.shape[1] // LANES
+    return tl.max(tl.max(tl.reshape(x, (x.shape[0], LANES, VECTOR)), 2), 0)
+
+
+@triton.jit
+def lane_sum(x, LANES: tl.constexpr):
+    """Sum of each lane of a block; no lane waits for another."""
+    VECTOR: tl.constexpr = x.shape[1] // LANES
+    return tl.sum(tl.sum(tl.reshape(x, (x.shape[0], LANES, VECTOR)), 2), 0)
+
+
+@triton.jit
+def over_lanes(value, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """One value per lane, for each element of a block."""
+    return tl.reshape(tl.broadcast_to(value[:, None], (LANES, VECTOR)), (1, LANES * VECTOR))
 
 
 @triton.jit
@@ -50,16 +78,16 @@ def finite_or_zero(maximum):
 
 
 @triton.jit
-def online_sum(x, maximum, total, log2_scale):
-    """Take a block into the running maximum and the running sum of 2**((x - maximum) * log2_scale).
+def online_sum(x, peak, total, log2_scale, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """Take a block into each lane's running maximum and running sum of 2**((x - maximum) * log2_scale).
 
     This is the online softmax of Milakov and Gimelshein (2018). The difference is taken before it is scaled: it is
     exact where the logits are far from zero. exp2 rather than exp, which pays for results below 2**-126.
     """
-    larger = tl.maximum(maximum, tl.max(x, 0))
+    larger = tl.maximum(peak, lane_max(x, LANES))
     finite = finite_or_zero(larger)
-    total = total * tl.exp2((maximum - finite) * log2_scale)
-    return larger, total + tl.sum(tl.exp2((x - finite) * log2_scale), 0)
+    total = total * tl.exp2((peak - finite) * log2_scale)
+    return larger, total + lane_sum(tl.exp2((x - over_lanes(finite, LANES, VECTOR)) * log2_scale), LANES)
 
 
 @triton.jit
@@ -76,15 +104,25 @@ def softcapped(x, softcap):
 
 @triton.jit
 def zero_row(
-    grad_ptr, row, classes, grad_stride, head, body, VECTOR: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Write zeros to a row of grad_ptr (rows, classes)."""
-    body_ptr = grad_ptr + body_start(row, grad_stride, VECTOR, EDGES)
-    offsets = tl.arange(0, BLOCK)
-    zeros = tl.zeros((BLOCK,), grad_ptr.dtype.element_ty)
+    row_ptr, classes, head, body,
+    VECTOR: tl.constexpr, EDGES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write zeros to the row at row_ptr."""
+    zeros = tl.zeros((BLOCK // (LANES * VECTOR), LANES * VECTOR), row_ptr.dtype.element_ty)
     for start in range(0, body, BLOCK):
-        tl.store(body_ptr + start + offsets, zeros, mask=start + offsets < body)
+        columns = block_columns(start, BLOCK, LANES * VECTOR)
+        tl.store(vectors(row_ptr + head, columns, VECTOR), zeros, mask=columns < body)
     if EDGES:
         columns, inside = edge_columns(head, body, classes, VECTOR)
-        edge_zeros = tl.zeros((2 * VECTOR,), grad_ptr.dtype.element_ty)
-        tl.store(grad_ptr + tl.cast(row, tl.int64) * grad_stride + columns, edge_zeros, mask=inside)
+        tl.store(row_ptr + columns, tl.zeros((1, 2 * VECTOR), row_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sum_of_rows(row_ptr, rows):
+    """Sum of row_ptr (rows,) float32, in a fixed order; past the L1 cache, since other programs wrote it."""
+    offsets = tl.arange(0, 1024)
+    partial = tl.zeros((1024,), tl.float32)
+    for start in range(0, rows, 1024):
+        inside = start + offsets < rows
+        partial += tl.load(row_ptr + start + offsets, mask=inside, other=0.0, cache_modifier=".cg")
+    return tl.sum(partial, 0)

@@ -10,50 +10,57 @@ from torch import Tensor
 
 
 class Schedule(NamedTuple):
-    """How a kernel is launched.
+    """How a kernel that sums over a row is launched.
 
     Attributes:
-        block: elements of a row that a program holds at a time, a power of two.
-        warps: warps per program.
-        stages: depth of the software pipeline of the sweeps; 1 for none.
-        per_processor: programs per multiprocessor of a kernel whose programs take several rows; 0 for one per row.
+        lanes: threads of a program.
+        block: elements of a row that a program takes at a time.
+        hold: elements at the row's end that it takes first and keeps.
+        warps: warps of a program.
     """
 
+    lanes: int
     block: int
+    hold: int
     warps: int
-    stages: int = 1
-    per_processor: int = 0
 
 
-def _power_of_two(classes: int) -> int:
-    return max(16, 1 << (classes - 1).bit_length())
+def _schedule(vector: int, warps: int, block: int, hold: int) -> Schedule:
+    """From rounds, the vectors that a lane has of a block and of the held part."""
+    lanes = 32 * warps
+    return Schedule(lanes, lanes * vector * block, lanes * vector * hold, warps)
 
 
-def forward_schedule(classes: int, element_size: int) -> Schedule:
-    """For a kernel that reads a row once. Small blocks and few warps: many programs hide each other's latency."""
-    block = min(4096, _power_of_two(classes))
-    return Schedule(block, 4 if block > 1024 else 1)
+@lru_cache
+def forward_schedule(classes: int, vector: int) -> Schedule:
+    """For a kernel that reads a row once."""
+    for warps in (1, 2, 4):
+        if classes <= 32 * warps * vector * 2:
+            return _schedule(vector, warps, 1, 2)
+    return _schedule(vector, 4, 2, 2)
 
 
-def gradient_schedule(classes: int, element_size: int) -> Schedule:
+@lru_cache
+def gradient_schedule(classes: int, vector: int) -> Schedule:
     """For a kernel that reads a row and writes its gradient."""
-    block = _power_of_two(classes)
-    if block <= 1024:
-        return Schedule(block, 1)
-    if block <= 16384:
-        return Schedule(block, max(4, block // 2048))
-    return Schedule(16384, 8)
+    for warps, hold in ((1, 1), (1, 2), (2, 2), (4, 2), (4, 4), (8, 4)):
+        if classes <= 32 * warps * vector * hold:
+            return _schedule(vector, warps, 1, hold)
+    return _schedule(vector, 16, 2, 2) if classes > 16384 else _schedule(vector, 8, 2, 4)
 
 
-def backward_schedule(classes: int, element_size: int) -> Schedule:
-    """For kernels that take no sum over the row. Few programs, since most calls leave at once."""
-    block = min(4096, _power_of_two(classes))
-    return Schedule(block, 4 if block > 1024 else 1, per_processor=8)
+@lru_cache
+def backward_schedule(classes: int, vector: int) -> tuple[int, int, int]:
+    """Lanes, block and warps of kernels that take no sum over the row."""
+    for warps in (1, 2):
+        if classes <= 32 * warps * vector * 2:
+            return 32 * warps, 32 * warps * vector * 2, warps
+    return 128, 128 * vector * 4, 4
 
 
-def programs(rows: int, device: torch.device, schedule: Schedule) -> int:
-    """How many programs take `rows` rows."""
-    return min(rows, schedule.per_processor * _processors(device)) if schedule.per_processor else rows
+def programs(rows: int, device: torch.device) -> int:
+    """Programs of a kernel whose programs take several rows each: few, since most of its calls leave at once."""
+    return min(rows, 8 * _processors(device))
 
 
 @lru_cache
@@ -63,12 +70,9 @@ def _processors(device: torch.device) -> int:
 
 
 def alignment(logits: Tensor, grad: Tensor | None) -> tuple[int, bool]:
-    """Elements in 16 bytes, and whether the rows of both tensors have edges (see ``rows``) at the same columns."""
+    """Elements of a vector, and whether rows have edges (see ``rows``); of both tensors at the same columns."""
     vector = 16 // logits.element_size()
-    classes, stride = logits.shape[1], logits.stride(0)
-    grad_stride = stride if grad is None else grad.stride(0)
-    # The compiler takes a stride for aligned if 16 divides it, whatever the dtype.
-    if classes % 16 == 0 and stride % 16 == 0 and grad_stride % 16 == 0:
-        return vector, False
-    aligned = logits.data_ptr() % 16 == 0 and (grad is None or grad.data_ptr() % 16 == 0)
-    return vector, aligned and (stride - grad_stride) % vector == 0 and classes >= 2 * vector
+    address, stride = logits.data_ptr() % 16, logits.stride(0) % vector
+    if grad is not None and (grad.data_ptr() % 16 != address or grad.stride(0) % vector != stride):
+        return 1, False
+    return vector, bool(address or stride or logits.shape[1] % vector)

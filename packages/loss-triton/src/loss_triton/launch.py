@@ -1,0 +1,52 @@
+"""Kernels that are compiled once per dtype and schedule, and launched without Triton's own look at every argument.
+
+``kernel[grid](...)`` inspects each argument of each call to find the binary that was specialised on it; that takes
+longer than the launch. Kernels made by ``kernel`` here are specialised on nothing but dtypes and constants, which the
+caller knows, and say in their code what is aligned; so a dictionary finds the binary. As a side effect no binary
+depends on a number of rows or on an address, and an argument that happens to be 1 stays an ordinary integer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import triton
+
+_INT32_END = 2**31
+
+
+class Kernel:
+    """A Triton kernel and its compiled binaries.
+
+    Called as ``kernel(programs, key, arguments, constants, warps)``: on a grid of `programs`, with the positional
+    `arguments` and then `constants`, the values of its constexpr parameters. `key` has to tell apart what makes another
+    binary beside the constants: the device, the dtypes of tensors, and which of them are None.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        parameters = inspect.signature(function).parameters.values()
+        # Annotations are strings where a module defers them.
+        variable = [p.name for p in parameters if "constexpr" not in str(p.annotation)]
+        self.jit = triton.jit(function, do_not_specialize=variable)
+        self._binaries: dict[Hashable, Any] = {}
+        self.__doc__ = function.__doc__
+
+    def __call__(
+        self, programs: int, key: Hashable, arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int
+    ) -> None:
+        wide = any(type(argument) is int and argument >= _INT32_END for argument in arguments)
+        binary = self._binaries.get((key, constants, warps, wide))
+        if binary is not None:
+            binary[programs, 1, 1](*arguments, *constants)
+            return
+        binary = self.jit[programs,](*arguments, *constants, num_warps=warps)
+        # The interpreter has no binary to keep.
+        if binary is not None:
+            self._binaries[key, constants, warps, wide] = binary
+
+
+def kernel(function: Callable[..., Any]) -> Kernel:
+    """Decorator for a kernel that ``Kernel`` launches."""
+    return Kernel(function)
