@@ -32,6 +32,10 @@ def pytest_configure(config):
 def pytest_generate_tests(metafunc):
     if "backend" not in metafunc.fixturenames:
         return
+    if not devices.HAS_GPU and any(mark.name == "gpu" for mark in metafunc.definition.iter_markers()):
+        # One skip for the test, not one for each of its parameters.
+        metafunc.parametrize("backend", [pytest.param(None, marks=pytest.mark.skip(reason="no CUDA device"), id="-")])
+        return
     named = metafunc.config.getoption("backend")
     names, skipped = [], []
     op = getattr(metafunc.module, "OP", None)

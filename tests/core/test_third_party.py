@@ -31,7 +31,8 @@ with loss_core.use_backend("third-party"):
 
 counts = {}
 for op in ("cross_entropy", "causal_lm_loss", "softmax"):
-    plain = [c for c in cases(op) if c.classes <= 1000 and not (c.weight or c.label_smoothing or c.z_loss or c.stats)
+    plain = [c for c in cases(op, quick=True) if c.classes <= 1000
+             and not (c.weight or c.label_smoothing or c.z_loss or c.stats)
              and c.softcap is None and c.logit_scale == 1]
     for case in plain:
         try:
@@ -43,7 +44,7 @@ for op in ("cross_entropy", "causal_lm_loss", "softmax"):
             raise AssertionError(f"{op}: {case}") from error
         counts[op] = counts.get(op, 0) + 1
 print(counts)
-assert counts["cross_entropy"] > 150 and counts["softmax"] > 100 and counts["skipped"] > 0
+assert counts["cross_entropy"] > 80 and counts["softmax"] > 30 and counts["skipped"] > 0
 """
 
 

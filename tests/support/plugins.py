@@ -37,8 +37,12 @@ def add_distribution(
 
 
 def unset() -> dict[str, str]:
-    """The environment without the variables that choose or interpret backends, which the tests set."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("LOSS_", "TRITON_", "PYTEST_"))}
+    """The environment without the variables that choose or interpret backends, which the tests set.
+
+    One thread: a fresh interpreter has no test worker's share of the cores to itself.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LOSS_", "TRITON_", "PYTEST_"))}
+    return {**kept, "OMP_NUM_THREADS": "1"}
 
 
 def run_python(program: str, *paths: Path, **environment: str) -> Any:

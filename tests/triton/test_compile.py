@@ -20,6 +20,7 @@ TARGETS = {
 PROGRAM = """
 import collections, torch
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -41,6 +42,8 @@ def compile_only(self, *args, grid, warmup, **kwargs):
     return kernel
 
 JITFunction.run = compile_only
+# A binary that is kept is launched without that.
+CompiledKernel.__getitem__ = lambda self, grid: lambda *args: None
 
 import loss_triton
 from loss_core.backend import CrossEntropyOptions
@@ -64,14 +67,20 @@ def cross_entropy(classes, dtype, reduction, weighted, stats, **options):
     )
     loss_triton.cross_entropy_rescale(upstream[:1], torch.empty_like(logits))
 
-# One block and many; rows that start on 16 bytes and rows that do not.
-cross_entropy(1000, torch.float32, "mean", False, False)
+# Rows that start on 16 bytes and rows that do not; one block and many.
 cross_entropy(50257, torch.bfloat16, "mean", False, False)
-cross_entropy(128256, torch.float16, "none", False, False)
-cross_entropy(50257, torch.float16, "sum", True, True, **EVERYTHING)
-cross_entropy(1000, torch.bfloat16, "byte_mean", True, False, label_smoothing=0.1)
+cross_entropy(1000, torch.float16, "sum", True, True, **EVERYTHING)
+widths = [(32, torch.float16), (50257, torch.bfloat16)]
+if {thorough}:
+    cross_entropy(1000, torch.float32, "none", False, False)
+    cross_entropy(50257, torch.float16, "byte_mean", True, False, label_smoothing=0.1)
+    widths += [(1000, torch.float32), (2**17, torch.float16)]
+loss_triton.cross_entropy_forward(
+    torch.empty(4, 50257), torch.zeros(4, dtype=torch.int64), None, None, None, CrossEntropyOptions(), grad=None,
+    stats=False,
+)
 for op in ("softmax", "log_softmax"):
-    for classes, dtype in ((32, torch.float16), (1000, torch.float32), (50257, torch.bfloat16), (128256, torch.bfloat16)):
+    for classes, dtype in widths:
         x = torch.empty(4, classes, dtype=dtype)
         getattr(loss_triton, op + "_forward")(x, torch.empty_like(x))
         getattr(loss_triton, op + "_backward")(x, x, torch.empty_like(x))
@@ -80,14 +89,16 @@ import inspect
 kernels = set()
 for module in (loss_triton.cross_entropy, loss_triton.softmax, loss_triton.denominator):
     source = module if inspect.ismodule(module) else inspect.getmodule(module)
-    kernels |= {{name for name, value in vars(source).items() if isinstance(value, JITFunction) and name.endswith("_kernel")}}
+    for name, value in vars(source).items():
+        if isinstance(getattr(value, "jit", value), JITFunction) and name.endswith("_kernel"):
+            kernels.add(name)
 report([sorted(compiled), sorted(kernels)])
 """
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles(target, tmp_path):
-    program = PROGRAM.format(target=TARGETS[target])
+    program = PROGRAM.format(target=TARGETS[target], thorough=target == "sm_90a")
     compiled, kernels = run_python(program, TRITON_CACHE_DIR=str(tmp_path))
     assert set(kernels) <= set(compiled), f"never launched: {set(kernels) - set(compiled)}"
     assert len(kernels) >= 6
