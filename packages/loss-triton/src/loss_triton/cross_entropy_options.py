@@ -4,7 +4,8 @@ With x = softcap * tanh(logit_scale * logits / softcap), e the smoothing, w the 
 weights, V the classes and y the target,
 
     loss = (1 - e) w[y] (lse - x[y]) + (e / V) sum_c w[c] (lse - x[c]) + z lse**2
-    d loss / d x[c] = A softmax(x)[c] - (1 - e) w[y] [c == y] - (e / V) w[c],  A = (1 - e) w[y] + (e / V) sum(w) + 2 z lse
+    d loss / d x[c] = A softmax(x)[c] - (1 - e) w[y] [c == y] - (e / V) w[c]
+    A = (1 - e) w[y] + (e / V) sum(w) + 2 z lse
 """
 
 from __future__ import annotations
