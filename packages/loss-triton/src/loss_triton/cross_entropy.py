@@ -236,7 +236,7 @@ def cross_entropy_forward(
     if not reduce:
         return CrossEntropyForward(row_loss, lse, None, row_z_loss, prediction, correct)
     if not rows:
-        loss = (0.0 / denominator).reshape(())  # type: ignore[operator]
+        loss = (0.0 / denominator).reshape(())  # type: ignore[operator,union-attr]
         z_loss = loss.clone() if stats else None
     if options.reduction == "sum":
         denominator = None

@@ -123,9 +123,7 @@ def cross_entropy_options_fwd_kernel(
         if EDGES:
             edges, in_edge = edge_columns(head, body, classes, VECTOR)
             edge = tl.load(row_ptr + edges, mask=in_edge, other=0.0).to(tl.float32) * logit_scale
-            x_edge, state = _take(
-                edge, edges, in_edge, state, weight_ptr, softcap, HAS_WEIGHT, SMOOTH, CAPPED, STATS
-            )
+            x_edge, state = _take(edge, edges, in_edge, state, weight_ptr, softcap, HAS_WEIGHT, SMOOTH, CAPPED, STATS)
         maximum, total, deviation, mass, best, best_column = state
         lse = finite_or_zero(maximum) + tl.log(total)
         if STATS:
@@ -171,9 +169,7 @@ def cross_entropy_options_fwd_kernel(
                     ).to(grad_ptr.dtype.element_ty)  # fmt: skip
                     tl.store(grad_row_ptr + edges, edge_grad, mask=in_edge)
     if GRAD and not live:
-        zero_row(
-            grad_ptr + tl.cast(row, tl.int64) * grad_stride, classes, head, body, VECTOR, EDGES, LANES, BLOCK
-        )
+        zero_row(grad_ptr + tl.cast(row, tl.int64) * grad_stride, classes, head, body, VECTOR, EDGES, LANES, BLOCK)
     tl.store(row_loss_ptr + row, loss)
     tl.store(lse_ptr + row, lse)
     if STATS:
