@@ -19,6 +19,7 @@ from loss_core.backend import REDUCTIONS, CrossEntropyForward, CrossEntropyOptio
 from loss_core.canonical import class_dim, device_of, from_rows, may_be_overwritten, to_rows
 from loss_core.derivative import first_derivative_only
 from loss_core.dtypes import FLOATING, INTEGRAL, accumulation_dtype, kind, names
+from loss_core.reference.cross_entropy import cross_entropy_probabilities
 from loss_core.registry import Backend
 
 
@@ -426,14 +427,18 @@ def _denominator(operands: _Operands, options: CrossEntropyOptions) -> Tensor | 
 
 def _probabilities(operands: _Operands, options: CrossEntropyOptions, backend: str | None) -> Tensor:
     input, target, weight, _, num_items, dim, shape = operands
-    for choice in registry.candidates("cross_entropy", input.device, backend):
-        compute = getattr(choice.module, "cross_entropy_probabilities", None)
-        if compute is not None:
-            loss = compute(to_rows(input, dim), to_rows(target, dim), weight, num_items, options)
-            return loss.view(shape[:dim] + shape[dim + 1 :]) if options.reduction == "none" else loss
-    raise UnsupportedInput(
-        f"backend {backend or 'chosen'!r} takes class indices as target, got probabilities ({target.dtype})"
-    )
+    if torch.compiler.is_compiling():
+        # The compiler cannot look at the registry, but it can at the reference's math.
+        compute: Any = cross_entropy_probabilities if backend in (None, "torch") else None
+    else:
+        candidates = registry.candidates("cross_entropy", input.device, backend)
+        compute = next(filter(None, (getattr(c.module, "cross_entropy_probabilities", None) for c in candidates)), None)
+    if compute is None:
+        raise UnsupportedInput(
+            f"backend {backend or 'chosen'!r} takes class indices as target, got probabilities ({target.dtype})"
+        )
+    loss = compute(to_rows(input, dim), to_rows(target, dim), weight, num_items, options)
+    return loss.view(shape[:dim] + shape[dim + 1 :]) if options.reduction == "none" else loss
 
 
 # Autograd
