@@ -11,6 +11,7 @@ import torch
 from loss_core.reference.cross_entropy import PIECE
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 OPS = ["cross_entropy", "softmax", "log_softmax"]
 REDUCTIONS = ["none", "mean", "sum", "byte_mean"]
@@ -402,3 +403,27 @@ def test_anomaly_mode_and_hooks_see_the_gradient():
         loss_core.cross_entropy(logits, target).backward()
     assert torch.equal(seen[0], leaf.grad)
     assert seen[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant, inplace, reduction):
+    hidden, head = torch.randn(4, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    target = torch.tensor([0, 5, -100, 10])
+
+    def loss_of(hidden):
+        return call("cross_entropy", hidden @ head.t(), target, inplace=inplace, reduction=reduction).sum()
+
+    checkpoint(loss_of, hidden, use_reentrant=reentrant).backward()
+    wanted = torch.autograd.grad(loss_of(hidden), (hidden, head))
+    torch.testing.assert_close((hidden.grad, head.grad), wanted)
+
+
+def test_saved_tensors_may_be_moved_away():
+    logits, target = inputs()
+    with torch.autograd.graph.save_on_cpu():
+        loss = loss_core.cross_entropy(logits, target, reduction="none")
+    upstream = torch.randn(6)
+    wanted = loss_core.cross_entropy(logits, target, reduction="none")
+    torch.testing.assert_close(*(torch.autograd.grad(x, logits, upstream)[0] for x in (loss, wanted)))

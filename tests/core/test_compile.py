@@ -102,6 +102,18 @@ def test_weight_num_items_and_half_precision():
         torch.testing.assert_close(a, b, atol=1e-7, rtol=1e-6)
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_probabilities_in_one_graph(reduction):
+    def function(logits, target):
+        return loss_core.cross_entropy(logits, target, torch.arange(7.0), dim=1, reduction=reduction, z_loss=0.1)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    logits, target = torch.randn(2, 7, 3, requires_grad=True), torch.rand(2, 7, 3, requires_grad=True)
+    eager, graph = both(function, logits, target, compiled=compiled)
+    for a, b in zip(eager, graph, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+
+
 def test_statistics_in_one_graph():
     def function(logits, target):
         return loss_core.cross_entropy_with_stats(logits, target, z_loss=0.1)
