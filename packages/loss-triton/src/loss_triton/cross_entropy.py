@@ -34,11 +34,20 @@ from loss_triton.rows import (
     lane_max,
     lane_sum,
     online_sum,
+    row_is_known,
     sum_of_rows,
     vectors,
+    wait_for_rows,
     zero_row,
 )
-from loss_triton.schedules import alignment, backward_schedule, forward_schedule, gradient_schedule, programs
+from loss_triton.schedules import (
+    alignment,
+    backward_schedule,
+    forward_schedule,
+    gradient_schedule,
+    options_schedule,
+    programs,
+)
 
 
 @kernel
@@ -50,7 +59,7 @@ def cross_entropy_fwd_kernel(
 ):  # fmt: skip
     """row_loss = lse - x[target], x = logit_scale * logits, logit_scale > 0. One program per row.
 
-    With REDUCE, loss = sum(row_loss) / denominator; the last program to finish adds the rows up, in their order.
+    With REDUCE, loss = sum(row_loss) / denominator; the program of the last row adds the rows up, in their order.
 
     logits_ptr: (rows, classes), float; row stride logits_stride, unit stride along classes.
     target_ptr: (rows,), int32, int64 or uint8. row_loss_ptr, lse_ptr: (rows,), float32.
@@ -95,8 +104,9 @@ def cross_entropy_fwd_kernel(
     tl.store(row_loss_ptr + row, loss)
     tl.store(lse_ptr + row, lse)
     if REDUCE:
-        # Released with the row losses, acquired before they are read.
-        if tl.atomic_add(finished_ptr, 1, sem="acq_rel") == rows - 1:
+        row_is_known(finished_ptr)
+        if row == rows - 1:
+            wait_for_rows(finished_ptr, rows)
             tl.store(loss_ptr, sum_of_rows(row_loss_ptr, rows) / tl.load(denominator_ptr))
 
 
@@ -108,7 +118,7 @@ def cross_entropy_fwd_grad_kernel(
 ):  # fmt: skip
     """grad = logit_scale * (softmax(x) - onehot(target)) / denominator, and loss as in the forward kernel.
 
-    One program per row; the last one to know its row's loss adds them up, in their order.
+    One program per row; that of the last row adds the losses up, in their order.
 
     logits_ptr, grad_ptr: (rows, classes), float, may be the same memory. Others as in the forward kernel.
     """
@@ -158,9 +168,8 @@ def cross_entropy_fwd_grad_kernel(
         loss = tl.log(total) - (x_target - peak) * logit_scale
     tl.store(row_loss_ptr + row, loss)
     tl.store(lse_ptr + row, lse)
-    # Released with the row losses, acquired before they are read. Before the gradient, whose stores it would wait for.
-    if tl.atomic_add(finished_ptr, 1, sem="acq_rel") == rows - 1:
-        tl.store(loss_ptr, sum_of_rows(row_loss_ptr, rows) / denominator)
+    # Before the gradient, whose stores it would wait for.
+    row_is_known(finished_ptr)
     if live:
         of_target = logit_scale / denominator
         of_softmax = tl.where(valid, of_target / total, float("nan"))
@@ -180,6 +189,9 @@ def cross_entropy_fwd_grad_kernel(
         tl.store(grad_row_ptr + target, target_grad.to(grad_ptr.dtype.element_ty), mask=valid)
     else:
         zero_row(grad_row_ptr, classes, head, body, VECTOR, EDGES, LANES, BLOCK)
+    if row == rows - 1:
+        wait_for_rows(finished_ptr, rows)
+        tl.store(loss_ptr, sum_of_rows(row_loss_ptr, rows) / denominator)
 
 
 class _Results(NamedTuple):
@@ -265,14 +277,14 @@ def _launch_plain(
     key = logits.device.index, logits.dtype, target.dtype
     stride, scalars = logits.stride(0), (options.ignore_index, options.logit_scale)
     if grad is None:
-        lanes, block, hold, warps = forward_schedule(classes, vector)
+        lanes, block, hold, warps = forward_schedule(classes, logits.element_size(), vector)
         cross_entropy_fwd_kernel(
             rows, key,
             (logits, target, denominator, finished, row_loss, lse, loss, rows, classes, stride, *scalars),
             (loss is not None, vector, edges, lanes, block, hold), warps,
         )  # fmt: skip
     else:
-        lanes, block, hold, warps = gradient_schedule(classes, vector)
+        lanes, block, hold, warps = gradient_schedule(classes, logits.element_size(), vector)
         cross_entropy_fwd_grad_kernel(
             rows, key,
             (logits, target, denominator, finished, row_loss, lse, grad, loss,
@@ -293,7 +305,7 @@ def _launch_options(
 ) -> None:
     rows, classes = logits.shape
     vector, edges = alignment(logits, grad)
-    lanes, block, hold, warps = gradient_schedule(classes, vector)
+    lanes, block, hold, warps = options_schedule(classes, vector)
     cross_entropy_options_fwd_kernel(
         rows,
         (logits.device.index, logits.dtype, target.dtype),

@@ -20,9 +20,11 @@ from loss_triton.rows import (
     body_of,
     edge_columns,
     finite_or_zero,
+    row_is_known,
     softcapped,
     sum_of_rows,
     vectors,
+    wait_for_rows,
     zero_row,
 )
 
@@ -175,8 +177,9 @@ def cross_entropy_options_fwd_kernel(
     if STATS:
         tl.store(row_z_loss_ptr + row, row_z_loss)
     if REDUCE:
-        # Released with the row losses, acquired before they are read.
-        if tl.atomic_add(finished_ptr, 1, sem="acq_rel") == rows - 1:
+        row_is_known(finished_ptr)
+        if row == rows - 1:
+            wait_for_rows(finished_ptr, rows)
             denominator = tl.load(denominator_ptr)
             tl.store(loss_ptr, sum_of_rows(row_loss_ptr, rows) / denominator)
             if STATS:

@@ -126,3 +126,17 @@ def sum_of_rows(row_ptr, rows):
         inside = start + offsets < rows
         partial += tl.load(row_ptr + start + offsets, mask=inside, other=0.0, cache_modifier=".cg")
     return tl.sum(partial, 0)
+
+
+@triton.jit
+def row_is_known(finished_ptr):
+    """Announce what this program has stored for its row. Nothing waits for it but the thread that stored it."""
+    tl.atomic_add(finished_ptr, 1, sem="release")
+
+
+@triton.jit
+def wait_for_rows(finished_ptr, rows):
+    """Wait until all rows are known. For one program at its end, while others run in every other place."""
+    known = tl.atomic_add(finished_ptr, 0, sem="acquire")
+    while known < rows:
+        known = tl.atomic_add(finished_ptr, 0, sem="acquire")

@@ -31,22 +31,48 @@ def _schedule(vector: int, warps: int, block: int, hold: int) -> Schedule:
     return Schedule(lanes, lanes * vector * block, lanes * vector * hold, warps)
 
 
-@lru_cache
-def forward_schedule(classes: int, vector: int) -> Schedule:
-    """For a kernel that reads a row once."""
-    for warps in (1, 2, 4):
-        if classes <= 32 * warps * vector * 2:
-            return _schedule(vector, warps, 1, 2)
-    return _schedule(vector, 4, 2, 2)
+# Rows up to `classes` wide: (classes, warps, rounds of a block, rounds held), for 2-byte and for 4-byte elements.
+# Read off sweeps on an H100 (triton 3.6): narrow rows are held whole; wide ones want every lane to have enough vectors
+# in flight and all rows in flight to stay within the L2 cache, so the widest get a processor to themselves.
+_FORWARD = {
+    2: ((512, 1, 1, 2), (1024, 2, 1, 2), (2048, 4, 1, 2), (8192, 8, 2, 2), (None, 8, 4, 4)),
+    4: ((256, 1, 1, 2), (512, 2, 1, 2), (1024, 4, 1, 2), (8192, 8, 2, 2), (None, 16, 2, 2)),
+}
+_GRADIENT = {
+    2: (
+        (256, 1, 1, 1), (512, 1, 1, 2), (1024, 1, 1, 4), (2048, 2, 1, 4), (4096, 4, 1, 4), (8192, 8, 2, 2),
+        (16384, 16, 1, 4), (65536, 16, 2, 2), (None, 32, 4, 4),
+    ),
+    4: (
+        (128, 1, 1, 1), (256, 1, 1, 2), (1024, 2, 1, 4), (2048, 4, 1, 4), (4096, 8, 1, 4), (8192, 16, 1, 4),
+        (16384, 16, 2, 4), (None, 32, 2, 4),
+    ),
+}  # fmt: skip
+
+
+def _look_up(table: tuple[tuple[int | None, int, int, int], ...], classes: int, vector: int) -> Schedule:
+    for up_to, warps, block, hold in table:
+        if up_to is None or classes <= up_to:
+            return _schedule(vector, warps, block, hold)
+    raise AssertionError("the last row of a table has no bound")
 
 
 @lru_cache
-def gradient_schedule(classes: int, vector: int) -> Schedule:
-    """For a kernel that reads a row and writes its gradient."""
-    for warps, hold in ((1, 1), (1, 2), (2, 2), (4, 2), (4, 4), (8, 4)):
-        if classes <= 32 * warps * vector * hold:
-            return _schedule(vector, warps, 1, hold)
-    return _schedule(vector, 16, 2, 2) if classes > 16384 else _schedule(vector, 8, 2, 4)
+def forward_schedule(classes: int, size: int, vector: int) -> Schedule:
+    """For a kernel that reads a row of `size`-byte elements once."""
+    return _look_up(_FORWARD[size], classes, vector)
+
+
+@lru_cache
+def gradient_schedule(classes: int, size: int, vector: int) -> Schedule:
+    """For a kernel that reads a row of `size`-byte elements and writes its gradient."""
+    return _look_up(_GRADIENT[size], classes, vector)
+
+
+@lru_cache
+def options_schedule(classes: int, vector: int) -> Schedule:
+    """For the kernel with options. Two, since each multiplies its many binaries."""
+    return _schedule(vector, 4, 1, 2) if classes <= 2048 else _schedule(vector, 16, 2, 2)
 
 
 @lru_cache
