@@ -70,7 +70,7 @@ def test_cross_entropy_with_a_row_stride_beyond_32_bits(backend, need_memory):
 def test_softmax_beyond_2_32_elements(op, backend, need_memory):
     skip_without(backend, op)
     rows, classes = 131075, 32769
-    need_memory(28)
+    need_memory(38)
     x = torch.randn(rows, classes, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     y = getattr(loss_core, op)(x, backend=backend)
     probabilities = y.detach()[-5:].float()
@@ -85,7 +85,8 @@ def test_softmax_beyond_2_32_elements(op, backend, need_memory):
     (grad,) = torch.autograd.grad(y, x, upstream)
     tail = x.detach()[-2:].double().requires_grad_()
     (wanted,) = torch.autograd.grad(getattr(torch, op)(tail, -1)[1, 7], tail)
-    torch.testing.assert_close(grad[-2:].double(), wanted, atol=1e-9, rtol=2**-6)
+    # A log-probability near -11 is rounded to a sixteenth, and the gradient is computed from it.
+    torch.testing.assert_close(grad[-2:].double(), wanted, atol=1e-9, rtol=2**-6 if op == "softmax" else 2**-4)
     assert not grad[:5].any()
 
 
@@ -104,18 +105,29 @@ def test_softmax_with_an_outer_stride_of_2_32(backend, need_memory):
 
 @pytest.mark.parametrize("op", ["softmax", "cross_entropy"])
 def test_one_row_of_2_28_classes(op, backend, need_memory):
-    """Far more than fits on chip: another path or a loop, not an endless compilation."""
+    """Far more than fits on chip: another path or a loop, or a refusal, not an endless compilation."""
     skip_without(backend, op)
-    need_memory(6)
+    need_memory(12)
     x = torch.randn(1, 2**28, device="cuda", dtype=torch.bfloat16)
+    target = torch.tensor([2**28 - 1], device="cuda")
+    try:
+        if op == "softmax":
+            y = loss_core.softmax(x, backend=backend)
+        else:
+            loss = loss_core.cross_entropy(x, target, backend=backend)
+    except loss_core.UnsupportedInput as refusal:
+        pytest.skip(f"{backend} refuses: {refusal}")
     if op == "softmax":
-        y = loss_core.softmax(x, backend=backend)
         assert abs(y.double().sum().item() - 1) < 2e-2
     else:
-        target = torch.tensor([2**28 - 1], device="cuda")
-        loss = loss_core.cross_entropy(x, target, backend=backend)
         lse = torch.logsumexp(torch.stack([torch.logsumexp(p.double(), 0) for p in x[0].chunk(16)]), 0)
         torch.testing.assert_close(loss.double(), lse - x[0, -1].double(), atol=0, rtol=1e-4)
+
+
+def test_the_automatic_choice_does_a_row_of_2_28_classes(need_memory):
+    need_memory(12)
+    x = torch.randn(1, 2**28, device="cuda", dtype=torch.bfloat16)
+    assert abs(loss_core.softmax(x).double().sum().item() - 1) < 2e-2
 
 
 def test_more_rows_than_a_grid_axis_holds(backend):
@@ -136,7 +148,7 @@ def test_mean_over_many_rows(rows, backend):
     loss = loss_core.cross_entropy(logits, target, backend=backend)
     reference = logits.detach().double().requires_grad_()
     wanted = torch.nn.functional.cross_entropy(reference, target)
-    torch.testing.assert_close(loss.double(), wanted.detach(), atol=0, rtol=1e-6)
+    torch.testing.assert_close(loss.double(), wanted.detach(), atol=0, rtol=1e-5)
     (grad,), (wanted,) = torch.autograd.grad(loss, logits), torch.autograd.grad(wanted, reference)
     torch.testing.assert_close(grad.double() * rows, wanted * rows, atol=1e-6, rtol=1e-5)
 
