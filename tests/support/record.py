@@ -46,8 +46,8 @@ class GpuRecord:
         self._counts[report.nodeid.partition("::")[0]][backend][report.outcome] += 1
 
     def pytest_sessionfinish(self, session: Any) -> None:
-        """Write the record, unless nothing ran."""
-        if self._counts:
+        """Write the record, unless it was a session about something else."""
+        if "tests/test_cross_entropy.py" in self._counts:
             PATH.write_text(json.dumps(self._record(), indent=2) + "\n")
 
     def _record(self) -> dict[str, Any]:
