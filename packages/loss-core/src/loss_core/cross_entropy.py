@@ -358,9 +358,8 @@ def _run_on(
         return _ready_made(backend, operands, options, stats)
     input, target, weight, byte_lengths, num_items, dim, shape = operands
     if torch.is_grad_enabled() and input.requires_grad:
-        out = _CrossEntropy.apply(
-            input, target, weight, byte_lengths, num_items, options, dim, inplace, backend.module, stats
-        )
+        call = _Call(target, weight, byte_lengths, num_items, options, dim, inplace, backend.module, stats)
+        out = _CrossEntropy.apply(input, call)
         if not stats:
             return _shaped(CrossEntropyForward(out, out), options, shape)
         loss, lse, *rest = out
@@ -444,6 +443,20 @@ def _probabilities(operands: _Operands, options: CrossEntropyOptions, backend: s
 # Autograd
 
 
+class _Call(NamedTuple):
+    """What ``_CrossEntropy`` takes beside its input; one argument, since autograd looks at each of them."""
+
+    target: Tensor
+    weight: Tensor | None
+    byte_lengths: Tensor | None
+    num_items: Tensor | float | None
+    options: CrossEntropyOptions
+    dim: int
+    inplace: bool
+    backend: Any
+    stats: bool
+
+
 class _CrossEntropy(torch.autograd.Function):
     """The kernels of one backend under autograd.
 
@@ -457,19 +470,8 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        input: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        byte_lengths: Tensor | None,
-        num_items: Tensor | float | None,
-        options: CrossEntropyOptions,
-        dim: int,
-        inplace: bool,
-        backend: Any,
-        stats: bool,
-    ) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, input: Tensor, call: _Call) -> Any:  # type: ignore[override]
+        target, weight, byte_lengths, num_items, options, dim, inplace, backend, stats = call
         logits = to_rows(input, dim)
         overwrite = inplace and may_be_overwritten(logits, input)
         grad = None
@@ -499,13 +501,13 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if grad_loss is None:
-            return (None,) * 10
+            return None, None
         if not torch.is_grad_enabled():
-            return (_gradient(ctx, grad_loss), *(None,) * 9)
+            return _gradient(ctx, grad_loss), None
         with torch.no_grad():
             grad = _gradient(ctx, grad_loss)
         grad = first_derivative_only(grad, "cross_entropy", grad_loss, ctx.saved_tensors[0])
-        return (grad, *(None,) * 9)
+        return grad, None
 
 
 def _gradient(ctx: Any, grad_loss: Tensor) -> Tensor:

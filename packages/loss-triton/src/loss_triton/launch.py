@@ -36,7 +36,10 @@ class Kernel:
     def __call__(
         self, programs: int, key: Hashable, arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int
     ) -> None:
-        wide = any(type(argument) is int and argument >= _INT32_END for argument in arguments)
+        wide = False
+        for argument in arguments:
+            if argument.__class__ is int and argument >= _INT32_END:
+                wide = True
         binary = self._binaries.get((key, constants, warps, wide))
         if binary is not None:
             binary[programs, 1, 1](*arguments, *constants)
