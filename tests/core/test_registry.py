@@ -1,6 +1,9 @@
 """Finding, loading and choosing backends."""
 
+import asyncio
+import builtins
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import loss_core
 import pytest
@@ -78,6 +81,28 @@ def test_the_context_is_of_one_thread_and_the_default_of_all(numbered):
         thread.start()
         thread.join()
     assert seen == [2]
+
+
+def test_the_context_is_of_one_asyncio_task(numbered):
+    async def with_backend(name):
+        with loss_core.use_backend(name):
+            await asyncio.sleep(0)
+            return chosen()
+
+    async def both():
+        return await asyncio.gather(with_backend("one"), with_backend("two"))
+
+    assert asyncio.run(both()) == [1, 2]
+    assert chosen() == 0
+
+
+def test_threads_that_ask_at_once_load_a_backend_once(site):
+    slow = "import time, builtins\ntime.sleep(0.05)\nbuiltins.loaded = getattr(builtins, 'loaded', 0) + 1\n"
+    add_distribution(site, "slow", {"slow": slow + GOOD.format(offset=3)})
+    registry.refresh()
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda _: chosen(backend="slow"), range(8))) == [3] * 8
+    assert builtins.__dict__.pop("loaded") == 1
 
 
 def test_the_environment_is_read_in_a_fresh_process(tmp_path):
