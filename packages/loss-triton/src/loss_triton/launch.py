@@ -12,9 +12,12 @@ import inspect
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
 import triton
 
 _INT32_END = 2**31
+# A program has at most 1024 threads, and AMD's warps have 64.
+_MOST_WARPS = 16 if torch.version.hip else 32
 
 
 class Kernel:
@@ -44,7 +47,7 @@ class Kernel:
         if binary is not None:
             binary[programs, 1, 1](*arguments, *constants)
             return
-        binary = self.jit[programs,](*arguments, *constants, num_warps=warps)
+        binary = self.jit[programs,](*arguments, *constants, num_warps=min(warps, _MOST_WARPS))
         # The interpreter has no binary to keep.
         if binary is not None:
             self._binaries[key, constants, warps, wide] = binary
