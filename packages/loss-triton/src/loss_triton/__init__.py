@@ -10,6 +10,12 @@ import torch
 from triton import knobs
 
 from loss_triton.__about__ import __version__
+from loss_triton.compatibility import (
+    CrossEntropyFunction,
+    FusedCrossEntropyFunction,
+    TritonCausalLMLoss,
+    TritonCrossEntropyLoss,
+)
 from loss_triton.cross_entropy import cross_entropy_backward, cross_entropy_forward, cross_entropy_rescale
 from loss_triton.softmax import log_softmax_backward, log_softmax_forward, softmax_backward, softmax_forward
 
@@ -19,6 +25,10 @@ OPS = ("cross_entropy", "softmax", "log_softmax")
 __all__ = [
     "API_VERSION",
     "OPS",
+    "CrossEntropyFunction",
+    "FusedCrossEntropyFunction",
+    "TritonCausalLMLoss",
+    "TritonCrossEntropyLoss",
     "__version__",
     "cross_entropy_backward",
     "cross_entropy_forward",
