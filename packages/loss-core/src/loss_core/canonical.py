@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -56,6 +57,11 @@ _no_guard = contextlib.nullcontext()
 def device_of(input: Tensor) -> AbstractContextManager[object]:
     """A context in which `input`'s device is current, and the former one again afterwards."""
     index = input.device.index
-    if index is None or input.device.type == "cpu" or index == torch.accelerator.current_device_index():
+    if index is None or not _several_devices() or index == torch.accelerator.current_device_index():
         return _no_guard
     return torch.accelerator.device_index(index)
+
+
+@lru_cache(maxsize=1)
+def _several_devices() -> bool:
+    return torch.accelerator.device_count() > 1

@@ -524,7 +524,7 @@ def _gradient(ctx: Any, grad_loss: Tensor) -> Tensor:
                 )
             _rescale(ctx.backend, grad_loss, grad)
             return from_rows(grad, ctx.shape, ctx.dim)
-        logits = saved.detach() if ctx.rows_saved else to_rows(saved.detach(), ctx.dim)
+        logits = saved if ctx.rows_saved else to_rows(saved, ctx.dim)
         in_forward = grad is not None
         if grad is None:
             grad = logits if ctx.overwrite else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
