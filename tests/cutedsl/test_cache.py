@@ -34,30 +34,33 @@ def compilations(process):
     return int(output)
 
 
-def test_eight_processes_race_and_the_ninth_compiles_nothing(tmp_path):
+def test_processes_race_and_the_next_one_compiles_nothing(tmp_path):
     folder = tmp_path / "not there yet"
-    counts = [compilations(process) for process in [start(folder, 1024) for _ in range(8)]]
+    counts = [compilations(process) for process in [start(folder, 1024) for _ in range(3)]]
     assert max(counts) == 1
     # One name, so no address or other chance is in the key; nothing half-written is left.
-    assert len(list(folder.iterdir())) == 1
-    assert compilations(start(folder, 1024)) == 0
+    (file,) = folder.iterdir()
     # The number of rows is not in the key, and a width of the same class is not either.
     assert compilations(start(folder, 1024, 1000)) == 0
-
-
-def test_damaged_file_is_replaced(tmp_path):
-    assert compilations(start(tmp_path, 1024)) == 1
-    (file,) = tmp_path.iterdir()
+    # A damaged file is replaced.
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
-    assert compilations(start(tmp_path, 1024)) == 1
-    assert compilations(start(tmp_path, 1024)) == 0
+    assert compilations(start(folder, 1024)) == 1
+    assert file.stat().st_size == len(whole)
 
 
-def test_folder_that_cannot_be_written(tmp_path):
+def test_folder_that_cannot_be_written(monkeypatch, tmp_path):
+    import torch
+    from loss_cutedsl import _compile, _schedule, softmax
+
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    assert compilations(start(blocked, 1024)) == 1
+    monkeypatch.setenv("LOSS_CUTEDSL_CACHE", str(blocked))
+    monkeypatch.setattr(_compile, "_kept", {})
+    machine = _schedule.machine((9, 0), 132)
+    schedule = _schedule.held(machine, 128, 1, softmax.ENTRY_WORDS)
+    plan = softmax.make_plan(machine, torch.bfloat16, 128, schedule, False, False, False, True)
+    assert callable(plan.launch)
 
 
 def test_key_changes_with_what_changes_the_kernel(monkeypatch, tmp_path):
@@ -76,12 +79,11 @@ def test_key_changes_with_what_changes_the_kernel(monkeypatch, tmp_path):
     assert files(machine, torch.bfloat16, schedule, False) == 1
     assert files(machine, torch.float16, schedule, False) == 2
     assert files(machine, torch.bfloat16, schedule._replace(stages=1), False) == 3
-    assert files(machine, torch.bfloat16, schedule, True) == 4
-    assert files(_schedule.machine((8, 0), 108), torch.bfloat16, schedule, False) == 5
-    assert files(machine, torch.bfloat16, schedule, False) == 5
+    assert files(_schedule.machine((8, 0), 108), torch.bfloat16, schedule, True) == 4
+    assert files(machine, torch.bfloat16, schedule, False) == 4
     monkeypatch.setattr(_compile, "_kept", {})
     monkeypatch.setattr(_compile, "_sources", lambda: "other sources")
-    assert files(machine, torch.bfloat16, schedule, False) == 6
+    assert files(machine, torch.bfloat16, schedule, False) == 5
 
 
 def test_threads_do_not_pile_up(monkeypatch, tmp_path):
@@ -96,7 +98,7 @@ def test_threads_do_not_pile_up(monkeypatch, tmp_path):
         return len(os.listdir("/proc/self/task"))
 
     counts = []
-    for stages in range(1, 9):
+    for stages in range(1, 5):
         schedule = _schedule.Schedule(64, 64, 1, stages, 1, 2)
         softmax.make_plan(machine, torch.bfloat16, 64, schedule, False, False, False, True)
         counts.append(threads())

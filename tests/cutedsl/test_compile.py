@@ -1,4 +1,4 @@
-"""Every kernel compiles for every architecture, without a GPU."""
+"""Every kind of kernel compiles for every architecture, without a GPU; options and dtypes are spread over them."""
 
 import pytest
 import torch
@@ -7,9 +7,10 @@ pytest.importorskip("tvm_ffi", reason="cutedsl: apache-tvm-ffi is not installed"
 pytest.importorskip("cutlass.cute", reason="cutedsl: nvidia-cutlass-dsl is not installed")
 
 from loss_cutedsl import _schedule, cross_entropy, softmax
+from loss_cutedsl._launch import most_vectors
 
 CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.fixture(autouse=True)
@@ -18,112 +19,110 @@ def no_cache(monkeypatch):
     monkeypatch.setattr("loss_cutedsl._compile._kept", {})
 
 
-@pytest.fixture(params=CAPABILITIES, ids=lambda capability: "sm_{}{}".format(*capability))
-def machine(request):
-    return _schedule.machine(request.param, 132)
+def on_every_architecture(*variants):
+    """One variant an architecture: as many compilations as architectures, whatever the number of options."""
+    assert len(variants) == len(CAPABILITIES)
+    names = ["sm_{}{}".format(*capability) for capability in CAPABILITIES]
+    machines = [_schedule.machine(capability, 132) for capability in CAPABILITIES]
+    return pytest.mark.parametrize(("machine", "variant"), list(zip(machines, variants, strict=True)), ids=names)
 
 
-def dtype_for(machine, shift):
-    """A dtype that changes with the architecture, so that few compilations cover all pairs of kernel and dtype."""
-    number = [_schedule.machine(capability, 132).architecture for capability in CAPABILITIES].index(
-        machine.architecture
-    )
-    return DTYPES[(number + shift) % len(DTYPES)]
-
-
-# Widths: a warp to a row; a block; a cluster, where there are clusters; aligned and ragged.
-@pytest.mark.parametrize(("cols", "shift"), [(500, 0), (8192, 1), (128256, 2), (50257, 0)])
-def test_forward_with_gradient(machine, cols, shift):
-    dtype = dtype_for(machine, shift)
+def shape(cols, dtype):
     ragged = cols * dtype.itemsize % 16 != 0
-    vectors = cross_entropy.most_vectors(cols, dtype.itemsize, ragged)
+    return most_vectors(cols, dtype.itemsize, ragged), ragged
+
+
+# Widths: a warp to a row, a block, a cluster of two and of four; aligned and ragged.
+# dtype, classes, bits of a target, scalar (always, for the gradient), weight, smoothing, logits, statistics
+@on_every_architecture(
+    (FP16, 500, 64, True, False, False, "linear", False),
+    (FP32, 8192, 32, True, True, False, "scaled", False),
+    (BF16, 128256, 64, True, False, False, "linear", False),
+    (BF16, 50257, 64, True, False, False, "linear", True),
+    (FP32, 128256, 64, True, False, True, "linear", False),
+    (BF16, 1001, 8, True, True, True, "softcap", True),
+)
+def test_forward_with_gradient(machine, variant):
+    dtype, cols, *facts = variant
+    vectors, ragged = shape(cols, dtype)
     schedule = _schedule.held(machine, vectors, 1, cross_entropy.ENTRY_WORDS, ragged)
-    if schedule is None:
-        assert not machine.clusters
-        pytest.skip(f"rows of {cols} {dtype} do not fit; they take the forward without gradient and the backward")
-    plan = cross_entropy._make_forward_plan(
-        machine, dtype, vectors, schedule, ragged, 64, True, True, False, False, "linear", False
-    )
+    target_bits, *rest = facts
+    plan = cross_entropy.make_forward_plan(machine, dtype, vectors, schedule, ragged, target_bits, True, *rest)
     assert callable(plan.launch)
     assert plan.shared_bytes <= machine.block_bytes
     assert plan.most_blocks % schedule.cluster == 0
 
 
-@pytest.mark.parametrize("gradient", [False, True])
-def test_forward_with_every_option(machine, gradient):
-    dtype = dtype_for(machine, int(gradient))
-    vectors = cross_entropy.most_vectors(1001, dtype.itemsize, True)
-    schedule = (
-        _schedule.held(machine, vectors, 1, cross_entropy.ENTRY_WORDS, True)
-        if gradient
-        else _schedule.streamed(machine, vectors, True)
-    )
-    plan = cross_entropy._make_forward_plan(
-        machine, dtype, vectors, schedule, True, 8, gradient, gradient, True, True, "softcap", True
-    )
+@on_every_architecture(
+    (BF16, 50257, 64, True, False, False, "linear", False),
+    (FP16, 1001, 8, False, True, True, "softcap", True),
+    (BF16, 32000, 64, True, True, False, "linear", False),
+    (FP32, 32768, 32, False, False, True, "scaled", False),
+    (BF16, 128256, 64, True, False, False, "linear", True),
+    (BF16, 200, 64, False, False, False, "linear", False),
+)
+def test_forward_without_gradient(machine, variant):
+    dtype, cols, *facts = variant
+    vectors, ragged = shape(cols, dtype)
+    schedule = _schedule.streamed(machine, vectors, ragged, dtype.itemsize)
+    target_bits, *rest = facts
+    plan = cross_entropy.make_forward_plan(machine, dtype, vectors, schedule, ragged, target_bits, False, *rest)
     assert callable(plan.launch)
+    assert plan.shared_bytes <= machine.block_bytes
 
 
-def test_backward_and_rescale(machine):
-    vectors = cross_entropy.most_vectors(1001, 2, True)
-    direct = _schedule.direct(machine, vectors)
-    architecture = machine.architecture
-    from loss_cutedsl._compile import compiled
-    from loss_cutedsl._launch import DTYPES as KERNEL_DTYPES
-
-    kernel_dtype = KERNEL_DTYPES[dtype_for(machine, 0)]
-    facts = {"target_bits": 32, "weighted": True, "smoothing": True, "logits": "scaled"}
-    assert callable(
-        compiled(
-            cross_entropy.CrossEntropyBackward,
-            ("test",),
-            lambda: cross_entropy.CrossEntropyBackward(kernel_dtype, direct, True, **facts),
-            cross_entropy.backward_arguments,
-            architecture,
-        )
-    )
-    assert callable(
-        compiled(
-            cross_entropy.CrossEntropyRescale,
-            ("test",),
-            lambda: cross_entropy.CrossEntropyRescale(kernel_dtype, direct, True),
-            cross_entropy.rescale_arguments,
-            architecture,
-        )
-    )
+@on_every_architecture(
+    (BF16, 8192, 64, False, False, "linear"),
+    (FP32, 1001, 32, True, True, "scaled"),
+    (FP16, 50257, 64, True, False, "linear"),
+    (BF16, 1001, 8, True, True, "softcap"),
+    (FP32, 200, 64, False, True, "softcap"),
+    (FP16, 8192, 32, False, False, "scaled"),
+)
+def test_backward(machine, variant):
+    dtype, cols, *facts = variant
+    vectors, ragged = shape(cols, dtype)
+    schedule = _schedule.direct(machine, vectors)
+    assert callable(cross_entropy.make_backward_plan(machine, dtype, vectors, schedule, ragged, *facts).launch)
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize(("cols", "held"), [(501, True), (16384, True), (50257, False)])
-def test_softmax(machine, cols, held, backward):
-    dtype = dtype_for(machine, cols)
-    ragged = cols * dtype.itemsize % 16 != 0
-    vectors = softmax.most_vectors(cols, dtype.itemsize, ragged)
+@on_every_architecture((BF16, 8192), (FP16, 1001), (FP32, 50257), (BF16, 1), (FP16, 8192), (FP32, 200))
+def test_rescale(machine, variant):
+    dtype, cols = variant
+    vectors, ragged = shape(cols, dtype)
+    schedule = _schedule.direct(machine, vectors)
+    assert callable(cross_entropy.make_rescale_plan(machine, dtype, vectors, schedule, ragged).launch)
+
+
+# dtype, classes, log, whether rows are held in shared memory
+SOFTMAX = on_every_architecture(
+    (BF16, 16384, False, True),
+    (FP16, 501, True, True),
+    (BF16, 128256, True, True),
+    (FP32, 50257, False, False),
+    (FP16, 4096, False, True),
+    (BF16, 200000, True, False),
+)
+
+
+def make_softmax(machine, variant, backward):
+    dtype, cols, log, held = variant
+    vectors, ragged = shape(cols, dtype)
     schedule = (
         _schedule.held(machine, vectors, 1 + backward, softmax.ENTRY_WORDS, ragged)
         if held
         else _schedule.direct(machine, vectors)
     )
-    if schedule is None:
-        assert not machine.clusters
-        pytest.skip(f"rows of {cols} {dtype} do not fit in one block's shared memory")
-    plan = softmax.make_plan(machine, dtype, vectors, schedule, ragged, backward, cols % 2 == 1, held)
+    plan = softmax.make_plan(machine, dtype, vectors, schedule, ragged, backward, log, held)
     assert callable(plan.launch)
     assert plan.shared_bytes <= machine.block_bytes
 
 
-@pytest.mark.parametrize("vectors", [1, 2, 31, 255, 256, 257, 1000, 4000, 6283, 16032, 18992, 131072, 262144])
-@pytest.mark.parametrize("ragged", [False, True])
-def test_schedules_fit_their_machine(machine, vectors, ragged):
-    for inputs in (1, 2):
-        schedule = _schedule.held(machine, vectors, inputs, 8, ragged)
-        if schedule is None:
-            continue
-        groups = schedule.threads // schedule.row_threads
-        held = inputs * groups * schedule.stages * schedule.slot_bytes(schedule.chunks(vectors))
-        assert schedule.scratch_bytes(8) + held <= machine.block_bytes
-        assert schedule.threads * schedule.blocks <= 1536
-        assert schedule.row_threads in (32, schedule.threads)
-        assert schedule.cluster == 1 or machine.clusters
-    for schedule in (_schedule.streamed(machine, vectors, ragged), _schedule.direct(machine, vectors)):
-        assert schedule.chunks(vectors) * schedule.unroll * schedule.row_threads >= vectors
+@SOFTMAX
+def test_softmax_forward(machine, variant):
+    make_softmax(machine, variant, False)
+
+
+@SOFTMAX
+def test_softmax_backward(machine, variant):
+    make_softmax(machine, variant, True)

@@ -31,8 +31,8 @@ compilations = 0
 def _sources() -> str:
     """Digest of the sources that kernels are made of, and of the versions of what compiles them."""
     digest = hashlib.sha256()
-    for name in ("_compile.py", "_device.py", "_schedule.py", "cross_entropy.py", "softmax.py"):
-        digest.update(Path(__file__).with_name(name).read_bytes())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
     for distribution in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
         digest.update(f"{distribution} {metadata.version(distribution)}\n".encode())
     return digest.hexdigest()

@@ -8,12 +8,9 @@ import torch
 from cutlass import BFloat16, Float16, Float32
 from loss_core.backend import UnsupportedInput
 
-from ._schedule import VECTOR_BYTES, Machine, machine
+from ._schedule import LARGEST, VECTOR_BYTES, Machine, machine
 
 DTYPES = {torch.float16: Float16, torch.bfloat16: BFloat16, torch.float32: Float32}
-
-# Row numbers and columns are 32-bit in the kernels; offsets are not.
-LARGEST = 2**31 - 2**16
 
 
 @functools.cache
@@ -42,7 +39,7 @@ def require(tensor: torch.Tensor) -> None:
 
 def is_ragged(cols: int, *tensors: torch.Tensor) -> bool:
     """Whether a row of one of the tensors starts or ends inside a vector."""
-    size = tensors[0].element_size()
+    size = tensors[0].itemsize
     if cols * size % VECTOR_BYTES:
         return True
     for tensor in tensors:

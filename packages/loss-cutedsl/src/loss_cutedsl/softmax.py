@@ -462,40 +462,35 @@ def make_plan(machine, dtype, vectors, schedule, ragged, backward, log, held):
         backward_arguments if backward else forward_arguments,
         machine.architecture,
     )
-    chunks = schedule.chunks(vectors)
-    groups = schedule.threads // schedule.row_threads
-    shared_bytes = schedule.scratch_bytes(ENTRY_WORDS)
-    if held:
-        shared_bytes += groups * schedule.stages * schedule.slot_bytes(chunks) * (2 if backward else 1)
-    blocks = machine.processors * _schedule.resident_blocks(machine, schedule, shared_bytes)
-    blocks = max(schedule.cluster, blocks // schedule.cluster * schedule.cluster)
-    return Plan(launch, schedule, chunks, shared_bytes, blocks)
+    shared_bytes = _schedule.shared_bytes(schedule, vectors, 1 + backward if held else 0, ENTRY_WORDS)
+    most_blocks = _schedule.most_blocks(machine, schedule, shared_bytes)
+    return Plan(launch, schedule, schedule.chunks(vectors), shared_bytes, most_blocks)
 
 
 def _run(backward, log, *tensors):
     """Launch over tensors of one shape, the one that is written last."""
     first = tensors[0]
-    require(first)
     rows, cols = first.shape
     if rows == 0 or cols == 0:
         return
-    index = first.device.index
-    key = (index, first.dtype, cols, is_ragged(cols, *tensors), backward, log)
+    key = (first.get_device(), first.dtype, cols, is_ragged(cols, *tensors), backward, log)
     plan = _plans.get(key)
-    if plan is None:
+    if plan is None or rows > _schedule.LARGEST:
+        require(first)
         plan = _plans[key] = _plan(*key)
     run_plan(plan, *tensors)
 
 
 def run_plan(plan, *tensors):
-    rows, cols = tensors[0].shape
-    schedule = plan.schedule
-    groups = schedule.threads // schedule.row_threads
-    grid = min(plan.most_blocks, -(-rows // groups) * schedule.cluster)
+    """Hand over addresses and numbers."""
+    launch, schedule, chunks, shared_bytes, most_blocks = plan
+    first = tensors[0]
+    rows, cols = first.shape
+    grid = _schedule.grid_blocks(schedule, most_blocks, rows)
     addresses = []
     for tensor in tensors:
         addresses += (tensor.data_ptr(), tensor.stride(0))
-    plan.launch(*addresses, rows, cols, plan.chunks, grid, plan.shared_bytes, stream_of(tensors[0].device.index))
+    launch(*addresses, rows, cols, chunks, grid, shared_bytes, stream_of(first.get_device()))
 
 
 def softmax_forward(input, output):

@@ -1,0 +1,135 @@
+"""Schedules fit the machines they are for, and every launch asks for the shared memory that its kernel addresses."""
+
+import ast
+import inspect
+
+import pytest
+
+pytest.importorskip("tvm_ffi", reason="cutedsl: apache-tvm-ffi is not installed")
+pytest.importorskip("cutlass.cute", reason="cutedsl: nvidia-cutlass-dsl is not installed")
+
+from cutlass import BFloat16
+from loss_cutedsl import (
+    _cross_entropy_backward,
+    _cross_entropy_forward,
+    _cross_entropy_rows,
+    _device,
+    _schedule,
+    softmax,
+)
+
+CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
+VECTORS = [
+    *(1, 2, 31, 193, 256, 257, 513, 1000, 1024, 1025, 2048, 3585, 4000, 6283, 7168, 8192, 10000),
+    *(14337, 16032, 18992, 24576, 24577, 32768, 65536, 131072, 262144),
+]
+
+
+@pytest.fixture(params=CAPABILITIES, ids=lambda capability: "sm_{}{}".format(*capability))
+def machine(request):
+    return _schedule.machine(request.param, 132)
+
+
+def addressed(kernel, vectors, inputs, entry_words, whole_rows=True):
+    """End of the shared memory that a kernel addresses, by the arithmetic of its own methods."""
+    entries = kernel.warps * kernel.cluster
+    # Two halves of the reduction's scratch, used in turn; a word per warp of the block where blocks add up.
+    assert 2 * entries * 4 * entry_words <= kernel.scratch_bytes
+    assert 4 * (kernel.threads // 32) <= kernel.scratch_bytes
+    chunks = kernel.schedule.chunks(vectors) if whole_rows else 1
+    stage_bytes = chunks * kernel.unroll * kernel.row_threads * _schedule.VECTOR_BYTES
+    last_stage = kernel.scratch_bytes + (kernel.groups * inputs * kernel.stages - 1) * stage_bytes
+    last_thread = last_stage + (kernel.row_threads - 1) * _schedule.VECTOR_BYTES
+    return kernel.slot(last_thread, chunks * kernel.unroll - 1) + _schedule.VECTOR_BYTES
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["aligned", "ragged"])
+def test_schedules_fit_their_machine(machine, ragged):
+    for vectors in VECTORS:
+        check_schedules(machine, vectors, ragged)
+
+
+def check_schedules(machine, vectors, ragged):
+    words = _cross_entropy_rows.ENTRY_WORDS
+    for inputs in (1, 2):
+        schedule = _schedule.held(machine, vectors, inputs, words, ragged)
+        if schedule is None:
+            continue
+        requested = _schedule.shared_bytes(schedule, vectors, inputs, words)
+        kernel = _device.StagedRows(BFloat16, schedule, ragged, words)
+        assert addressed(kernel, vectors, inputs, words) <= requested <= machine.block_bytes
+        assert schedule.chunks(vectors) * kernel.unroll * kernel.step >= vectors
+        assert schedule.threads * schedule.blocks <= 1536
+        assert schedule.row_threads in (32, schedule.threads)
+        assert schedule.cluster == 1 or machine.clusters
+    for element_bytes in (2, 4):
+        schedule = _schedule.streamed(machine, vectors, ragged, element_bytes)
+        requested = _schedule.shared_bytes(schedule, vectors, 1, words, whole_rows=False)
+        kernel = _device.StagedRows(BFloat16, schedule, ragged, words)
+        assert addressed(kernel, vectors, 1, words, whole_rows=False) <= requested <= machine.block_bytes
+        assert schedule.chunks(vectors) * kernel.unroll * kernel.step >= vectors
+        assert schedule.threads * schedule.blocks <= 1536
+    schedule = _schedule.direct(machine, vectors)
+    assert schedule.chunks(vectors) * schedule.unroll * schedule.row_threads >= vectors
+
+
+def test_schedules_of_long_rows_use_clusters_where_there_are_some():
+    rows = 151936 // 8
+    assert _schedule.held(_schedule.machine((9, 0), 132), rows).cluster == 2
+    assert _schedule.held(_schedule.machine((8, 0), 108), rows) is None
+
+
+@pytest.mark.parametrize(("cluster", "rows"), [(1, 1), (1, 100000), (2, 7), (2, 4096), (4, 66), (8, 4096), (16, 4096)])
+def test_grid_is_whole_clusters_and_no_more_than_there_are_rows(cluster, rows):
+    machine = _schedule.machine((9, 0), 132)
+    schedule = _schedule.Schedule(512, 512, cluster, 1, 4, 1)
+    most = _schedule.most_blocks(machine, schedule, 100 * 1024)
+    blocks = _schedule.grid_blocks(schedule, most, rows)
+    assert blocks % cluster == 0
+    assert blocks // cluster <= rows
+    if cluster > 2:
+        assert -(-rows // (blocks // cluster)) <= max(_schedule.ROWS_OF_LARGE_CLUSTER, -(-rows * cluster // most))
+
+
+def test_counting_kernels_have_a_word_per_warp():
+    assert _cross_entropy_rows.COUNT_BYTES >= 4 * (_cross_entropy_rows.COUNT_THREADS // 32)
+
+
+def methods_of(*modules):
+    return {
+        node.name: node
+        for module in modules
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+def uses_shared_memory(name, methods, seen=()):
+    """Whether a kernel, or what it calls, asks where its dynamic shared memory is."""
+    if name not in methods or name in seen:
+        return False
+    called = {
+        call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        for call in ast.walk(methods[name])
+        if isinstance(call, ast.Call)
+    }
+    return "get_dyn_smem" in called or any(uses_shared_memory(other, methods, (*seen, name)) for other in called)
+
+
+def launches(*modules):
+    """(kernel's name, keywords of its launch) of each launch in the modules."""
+    for module in modules:
+        for call in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "launch":
+                kernel = call.func.value
+                assert isinstance(kernel, ast.Call)
+                yield kernel.func.attr, {keyword.arg for keyword in call.keywords}
+
+
+def test_launch_asks_for_shared_memory_where_its_kernel_uses_some():
+    modules = (_cross_entropy_forward, _cross_entropy_backward, softmax)
+    methods = methods_of(*modules, _cross_entropy_rows, _device)
+    found = dict(launches(*modules))
+    assert len(found) == 7
+    for kernel, keywords in found.items():
+        assert ("smem" in keywords) == uses_shared_memory(kernel, methods), kernel
