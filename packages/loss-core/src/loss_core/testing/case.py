@@ -258,6 +258,15 @@ def _softmax(base: Case) -> Iterator[Case]:
         yield replace(laid, upstream="expanded", quick=False)
         yield replace(laid, classes=1024, quick=False)
         yield replace(laid, classes=1, quick=False)
+    # Along columns: more of them than a block is wide, and longer ones than it is high.
+    for layout, dtype in itertools.product(_LAYOUTS_OF_COLUMNS, (torch.bfloat16, torch.float32)):
+        yield replace(base, rows=134, classes=33, layout=layout, dtype=dtype)
+        yield replace(base, rows=6, classes=5000, layout=layout, dtype=dtype)
+        yield replace(base, rows=2, classes=257, layout=layout, dtype=dtype)
+    for layout, values in itertools.product(
+        _LAYOUTS_OF_COLUMNS, ("masked", "all_masked", "plus_inf", "nan", "far_low")
+    ):
+        yield replace(base, rows=6, layout=layout, values=values, quick=layout == "torch_layout")
     yield replace(quick, rows=1, layout="one_dim")
     for rows in (0, 1, 32):
         yield replace(quick, rows=rows, classes=32)
@@ -284,8 +293,10 @@ _LAYOUTS_OF_ROWS = (
     "sequence_first",
     "sliced_tokens",
     "torch_layout",
+    "torch_layout_sliced",
     "image",
 )
+_LAYOUTS_OF_COLUMNS = ("torch_layout", "torch_layout_sliced", "dim_0", "dim_0_of_3")
 _VALUES = (
     "equal",
     "ties",

@@ -218,6 +218,11 @@ def _torch_layout(x: Tensor) -> tuple[Tensor, int]:
     return _in_two(x).transpose(1, 2).contiguous(), 1
 
 
+def _torch_layout_sliced(x: Tensor) -> tuple[Tensor, int]:
+    x = _in_two(x).transpose(1, 2)
+    return x.new_full((2, x.shape[1], x.shape[2] + 2), torch.nan)[:, :, 1:-1].copy_(x), 1
+
+
 def _image(x: Tensor) -> tuple[Tensor, int]:
     return x.view(1, 2, x.shape[0] // 2, x.shape[1]).permute(0, 3, 1, 2).contiguous(), 1
 
@@ -233,6 +238,7 @@ LAYOUTS: dict[str, Callable[[Tensor], tuple[Tensor, Any]]] = {
     "sequence_first": _sequence_first,
     "sliced_tokens": _sliced_tokens,
     "torch_layout": _torch_layout,
+    "torch_layout_sliced": _torch_layout_sliced,
     "image": _image,
     "one_dim": lambda x: (x[0], -1),
     "dim_0": lambda x: (x.t().contiguous(), 0),

@@ -74,7 +74,9 @@ def assert_within(name: str, actual: Tensor, wanted: Expected) -> None:
         return
     worst = int(torch.where(off, error / (wanted.budget + 1e-300), -1.0).argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), truth.shape))
-    result, low, true, budget = (float(t.detach().reshape(-1)[worst]) for t in (got, wanted.torch, truth, wanted.budget))
+    result, low, true, budget = (
+        float(t.detach().reshape(-1)[worst]) for t in (got, wanted.torch, truth, wanted.budget)
+    )
     raise AssertionError(
         f"{name}[{', '.join(map(str, index))}] = {result!r}, PyTorch {low!r}, float64 {true!r}: off by "
         f"{abs(result - true):.3g}, allowed {budget:.3g}; {int(off.sum())} of {off.numel()} elements are off"
