@@ -164,3 +164,23 @@ def test_softmax_over_the_middle_dimension_of_many(op, backend):
     upstream = torch.randn_like(y)
     (grad,), (wanted,) = torch.autograd.grad(y, x, upstream), torch.autograd.grad(wanted, reference, upstream.double())
     torch.testing.assert_close(grad.double(), wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+def test_softmax_over_the_middle_dimension_beyond_2_31_elements(op, backend, need_memory):
+    skip_without(backend, op)
+    # A copy with the classes last may be made of what is passed in.
+    need_memory(32)
+    x = torch.randn(2, 1024, 1_100_000, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = getattr(loss_core, op)(x, 1, backend=backend)
+    for place in ((0, 0), (1, 0), (0, 1_099_999), (1, 1_099_999)):
+        column = x.detach()[place[0], :, place[1]].double()
+        got = y.detach()[place[0], :, place[1]].double()
+        torch.testing.assert_close(got, getattr(torch, op)(column, 0), atol=1e-12, rtol=2**-8)
+    upstream = torch.zeros_like(y)
+    upstream[1, 5, -1] = 1
+    (grad,) = torch.autograd.grad(y, x, upstream)
+    column = x.detach()[1, :, -1].double().requires_grad_()
+    (wanted,) = torch.autograd.grad(getattr(torch, op)(column, 0)[5], column)
+    torch.testing.assert_close(grad[1, :, -1].double(), wanted, atol=1e-9, rtol=2**-6 if op == "softmax" else 2**-4)
+    assert not grad[0, :, :10].any()
