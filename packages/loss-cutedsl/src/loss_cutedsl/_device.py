@@ -188,13 +188,12 @@ def store_element(dtype, g_address, value, space="global", predicate=None):
         [Uint32],
         [value],
     )
-    guard = "" if predicate is None else "@p "
     if predicate is None:
         ptx(f"{{ .reg .b16 h, z; mov.b32 {{h, z}}, {{$r1}}; st.{space}.b16 [{{$r0}}], h; }}", None, [g_address, bits])
     else:
         ptx(
             "{ .reg .pred p; .reg .b16 h, z; setp.ne.u32 p, {$r2}, 0; mov.b32 {h, z}, {$r1};"
-            f" {guard}st.{space}.b16 [{{$r0}}], h; }}",
+            f" @p st.{space}.b16 [{{$r0}}], h; }}",
             None,
             [g_address, bits, Int32(predicate)],
         )
@@ -230,13 +229,11 @@ def store_float(g_address, value):
     ptx("st.global.f32 [{$r0}], {$r1};", None, [g_address, value])
 
 
-def load_integer(dtype_bits, g_address):
-    """An integer of 8 (unsigned), 32 or 64 bits, as Int64."""
-    if dtype_bits == 64:
+def load_integer(bits, g_address):
+    """A signed integer of 32 or 64 bits, as Int64."""
+    if bits == 64:
         return ptx("ld.global.b64 {$w0}, [{$r0}];", [Int64], [g_address])
-    if dtype_bits == 32:
-        return ptx("{ .reg .s32 v; ld.global.s32 v, [{$r0}]; cvt.s64.s32 {$w0}, v; }", [Int64], [g_address])
-    return ptx("{ .reg .u16 v; ld.global.u8 v, [{$r0}]; cvt.u64.u16 {$w0}, v; }", [Int64], [g_address])
+    return ptx("{ .reg .s32 v; ld.global.s32 v, [{$r0}]; cvt.s64.s32 {$w0}, v; }", [Int64], [g_address])
 
 
 def store_int64(g_address, value):

@@ -117,7 +117,10 @@ def _round_up_to_power(value: int) -> int:
 
 
 class Measured(NamedTuple):
-    """A schedule that was the best of those tried at a width, for rows of ``least`` to ``most`` vectors."""
+    """The best schedule of those tried at one width, taken for rows of ``least`` to ``most`` vectors.
+
+    It is for machines with clusters. ``inputs``: rows held together; ``ragged``: whether they start inside a vector.
+    """
 
     inputs: int
     ragged: bool
@@ -126,17 +129,17 @@ class Measured(NamedTuple):
     schedule: Schedule
 
 
-# Kernel time, device events, H100 80GB HBM3: share of the bandwidth of a copy of the same bytes, and in brackets that
-# of the estimate below. Where the two agree (8192 x 32000 bf16: 95.8%, 4096 x 32768 float32: 97.0%, softmax of
-# 4096 x 16384 fp16: 90.3% forward, 95.0% backward) there is no entry.
+# Kernel time, device events, H100 80GB HBM3, torch 2.11+cu130, DSL 4.8.1: share of the bandwidth of a copy (3.0 TB/s),
+# and in brackets that of the estimate below. Where the two agree (8192 x 32000 bf16: 95.8%, 4096 x 32768 float32:
+# 97.0%, softmax of 4096 x 16384 fp16: 90.3% forward, 95.0% backward) there is no entry.
 MEASURED_HELD = (
     # 32768 x 8192 bf16, cross-entropy with gradient: 95.1%; 4096 x 8192 fp16, softmax: 87.5%.
     Measured(1, False, 513, 1024, Schedule(128, 128, 1, 2, 4, 6)),
     # 4096 x 128256 bf16, cross-entropy with gradient: 95.6% (94.6%), softmax: 94.2% (92.9%); 8192 x 151936: 97.2%
     # (96.7%). One block has the multiprocessor to itself, so it takes as many threads as there can be.
     Measured(1, False, 14337, 24576, Schedule(1024, 1024, 2, 1, 2, 1)),
-    # 8192 x 50257 bf16, cross-entropy with gradient: 92.6% (89.8%). Ends of rows are written element by element by a
-    # few threads while the others wait: three small blocks hide one another's ends better than two large ones.
+    # 8192 x 50257 bf16, cross-entropy with gradient: 92.6% (89.8%). A few threads write the ends of a row element by
+    # element; three blocks, each with half a row, have more else to do meanwhile than two with a whole one.
     Measured(1, True, 3585, 7168, Schedule(256, 256, 2, 1, 2, 4)),
     # 32768 x 2048 bf16, softmax backward: 95.8%.
     Measured(2, False, 193, 256, Schedule(128, 32, 1, 2, 4, 4)),
