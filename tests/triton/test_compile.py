@@ -15,6 +15,7 @@ TARGETS = {
     "sm_100a": ("cuda", 100, 32),
     "sm_120a": ("cuda", 120, 32),
     "gfx942": ("hip", "gfx942", 64),
+    "gfx950": ("hip", "gfx950", 64),
 }
 
 PROGRAM = """
@@ -84,10 +85,16 @@ for op in ("softmax", "log_softmax"):
         x = torch.empty(4, classes, dtype=dtype)
         getattr(loss_triton, op + "_forward")(x, torch.empty_like(x))
         getattr(loss_triton, op + "_backward")(x, x, torch.empty_like(x))
+for inner, dtype in [(4096, torch.bfloat16), (33, torch.float32)]:
+    x = torch.empty(2, 1000, inner, dtype=dtype)
+    loss_triton.softmax_columns_forward(x, torch.empty_like(x))
+    loss_triton.softmax_columns_backward(x, x, torch.empty_like(x))
 
 import inspect
 kernels = set()
-for module in (loss_triton.cross_entropy, loss_triton.softmax, loss_triton.denominator):
+for module in (
+    loss_triton.cross_entropy, loss_triton.softmax, loss_triton.softmax_columns, loss_triton.denominator
+):
     source = module if inspect.ismodule(module) else inspect.getmodule(module)
     for name, value in vars(source).items():
         if isinstance(getattr(value, "jit", value), JITFunction) and name.endswith("_kernel"):

@@ -32,6 +32,7 @@ form, autograd, ``torch.compile``, device guard; the backend allocates its small
 
     softmax_forward(input, output) -> None          log_softmax_forward(input, output) -> None
     softmax_backward(grad_output, output, grad_input) -> None       (and log_softmax_backward)
+    softmax_columns_forward, softmax_columns_backward               (optional; and log_softmax_columns_...)
 
 **Ready-made.** One differentiable function, for a library that brings its own autograd::
 
@@ -66,6 +67,11 @@ it is 1. ``grad`` may be ``logits``.
 
 ``cross_entropy_rescale`` multiplies ``grad`` (rows, classes) in place by the one-element ``grad_loss``, leaving at
 once, on the device, if it is 1. It serves ``inplace=True``, where the logits are gone; without it loss-core uses torch.
+
+``softmax_columns_forward(input, output)`` and ``softmax_columns_backward(grad_output, output, grad_input)`` do the same
+along the middle of (outer, classes, inner), inner > 1 with stride 1, the other strides and the alignment anything.
+loss-core calls them, outside ``torch.compile``, for a tensor whose memory lies so and that it would have to copy to see
+as rows. A backend defines both directions or none. Where one of them raises ``UnsupportedInput``, loss-core copies.
 
 Rules for all of them:
 

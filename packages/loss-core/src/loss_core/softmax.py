@@ -1,7 +1,8 @@
 """Softmax and log-softmax along one dimension.
 
 The way of a call: ``softmax`` -> ``_run`` (choice of the backend) -> ``_Softmax`` (autograd; skipped where no gradient
-is wanted) -> the backend's ``softmax_forward``. Under ``torch.compile`` the middle is one opaque op.
+is wanted) -> the backend's ``softmax_forward``, or ``softmax_columns_forward`` where that spares a transposed copy.
+Under ``torch.compile`` the middle is one opaque op.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from loss_core import registry
 from loss_core.backend import UnsupportedInput
 from loss_core.canonical import class_dim, device_of, from_rows, to_rows
+from loss_core.columns import from_columns, outer_dims, to_columns
 from loss_core.derivative import first_derivative_only
 from loss_core.dtypes import FLOATING, kind, names
 
@@ -84,12 +86,14 @@ def _default_dtype(input: Tensor) -> torch.dtype:
     return torch.float32 if half and torch.is_autocast_enabled(input.device.type) else input.dtype
 
 
-def _first_that_can(op: str, input: Tensor, dim: int, dtype: torch.dtype, backend: str | None) -> Tensor:
+def _first_that_can(
+    op: str, input: Tensor, dim: int, dtype: torch.dtype, backend: str | None, columns: bool = True
+) -> Tensor:
     refused = ""
     for choice in registry.candidates(op, input.device, backend):
         try:
             if hasattr(choice.module, f"{op}_forward"):
-                return _kernels(op, input, dim, dtype, choice.module)
+                return _kernels(op, input, dim, dtype, choice.module, columns)
             with device_of(input):
                 # Widened before, not after: its result is rounded to the dtype that it was given.
                 widened = to_rows(input, dim).to(torch.promote_types(input.dtype, dtype))
@@ -102,28 +106,32 @@ def _first_that_can(op: str, input: Tensor, dim: int, dtype: torch.dtype, backen
     raise UnsupportedInput(f"no backend does this {op}:{refused}")
 
 
-def _kernels(op: str, input: Tensor, dim: int, dtype: torch.dtype, module: Any) -> Tensor:
+def _kernels(op: str, input: Tensor, dim: int, dtype: torch.dtype, module: Any, columns: bool) -> Tensor:
     if torch.is_grad_enabled() and input.requires_grad:
         return _Softmax.apply(input, op, dim, dtype, module)
-    return _forward(op, to_rows(input, dim), dtype, module, input.shape, dim)[1]
+    return _launch(op, "forward", (input,), dim, dtype, module, columns)
 
 
-def _forward(
-    op: str, rows: Tensor, dtype: torch.dtype, module: Any, shape: torch.Size, dim: int
-) -> tuple[Tensor, Tensor]:
-    """The result as rows, which the backward wants, and in the input's shape."""
-    output = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-    with device_of(rows):
-        getattr(module, f"{op}_forward")(rows, output)
-    return output, from_rows(output, shape, dim)
-
-
-def _backward(op: str, grad_output: Tensor, output: Tensor, dtype: torch.dtype, dim: int, module: Any) -> Tensor:
-    rows = to_rows(output, dim)
-    grad_input = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-    with device_of(rows):
-        getattr(module, f"{op}_backward")(to_rows(grad_output, dim), rows, grad_input)
-    return from_rows(grad_input, output.shape, dim)
+def _launch(
+    op: str, direction: str, inputs: tuple[Tensor, ...], dim: int, dtype: torch.dtype, module: Any, columns: bool
+) -> Tensor:
+    """A new tensor of `dtype`, filled by the kernel of `op` and `direction`; as columns if `columns` and possible."""
+    like = inputs[-1]
+    by_columns = getattr(module, f"{op}_columns_{direction}", None) if columns else None
+    outer = outer_dims(like, dim) if by_columns else None
+    with device_of(like):
+        if by_columns and outer is not None:
+            seen = [to_columns(tensor, dim, outer) for tensor in inputs]
+            result = torch.empty(seen[-1].shape, dtype=dtype, device=like.device)
+            try:
+                by_columns(*seen, result)
+                return from_columns(result, like.shape, dim, outer)
+            except UnsupportedInput:
+                pass  # As rows, perhaps.
+        seen = [to_rows(tensor, dim) for tensor in inputs]
+        result = torch.empty(seen[-1].shape, dtype=dtype, device=like.device)
+        getattr(module, f"{op}_{direction}")(*seen, result)
+    return from_rows(result, like.shape, dim)
 
 
 class _Softmax(torch.autograd.Function):
@@ -131,7 +139,7 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, op: str, dim: int, dtype: torch.dtype, module: Any) -> Tensor:  # type: ignore[override]
-        _, output = _forward(op, to_rows(input, dim), dtype, module, input.shape, dim)
+        output = _launch(op, "forward", (input,), dim, dtype, module, True)
         ctx.save_for_backward(output)
         ctx.rest = op, input.dtype, dim, module
         return output
@@ -141,18 +149,20 @@ class _Softmax(torch.autograd.Function):
         (output,) = ctx.saved_tensors
         op, dtype, dim, module = ctx.rest
         if not torch.is_grad_enabled():
-            return _backward(op, grad_output, output, dtype, dim, module), None, None, None, None
+            grad = _launch(op, "backward", (grad_output, output), dim, dtype, module, True)
+            return grad, None, None, None, None
         with torch.no_grad():
-            grad = _backward(op, grad_output, output, dtype, dim, module)
+            grad = _launch(op, "backward", (grad_output, output), dim, dtype, module, True)
         return first_derivative_only(grad, op, grad_output, output), None, None, None, None
 
 
-# torch.compile: opaque ops, so that neither the choice of the backend nor its kernels are traced.
+# torch.compile: opaque ops, so that neither the choice of the backend nor its kernels are traced. How their results lie
+# in memory has to be known before the backend is, so they are done as rows.
 
 
 @torch.library.custom_op("loss_core::softmax", mutates_args=())
 def _forward_op(input: Tensor, op: str, dim: int, dtype: torch.dtype, backend: str | None) -> Tensor:
-    return _first_that_can(op, input.detach(), dim, dtype, backend)
+    return _first_that_can(op, input.detach(), dim, dtype, backend, columns=False)
 
 
 @_forward_op.register_fake
@@ -168,7 +178,7 @@ def _backward_op(
     for choice in registry.candidates(op, output.device, backend):
         try:
             if hasattr(choice.module, f"{op}_backward"):
-                return _backward(op, grad_output, output, dtype, dim, choice.module)
+                return _launch(op, "backward", (grad_output, output), dim, dtype, choice.module, False)
             refused += f"\n  {choice.name}: brings its own autograd, which torch.compile does not see"
         except UnsupportedInput as error:
             refused += f"\n  {choice.name}: {error}"

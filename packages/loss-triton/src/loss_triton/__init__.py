@@ -18,6 +18,12 @@ from loss_triton.compatibility import (
 )
 from loss_triton.cross_entropy import cross_entropy_backward, cross_entropy_forward, cross_entropy_rescale
 from loss_triton.softmax import log_softmax_backward, log_softmax_forward, softmax_backward, softmax_forward
+from loss_triton.softmax_columns import (
+    log_softmax_columns_backward,
+    log_softmax_columns_forward,
+    softmax_columns_backward,
+    softmax_columns_forward,
+)
 
 API_VERSION = 1
 OPS = ("cross_entropy", "softmax", "log_softmax")
@@ -34,8 +40,12 @@ __all__ = [
     "cross_entropy_forward",
     "cross_entropy_rescale",
     "log_softmax_backward",
+    "log_softmax_columns_backward",
+    "log_softmax_columns_forward",
     "log_softmax_forward",
     "softmax_backward",
+    "softmax_columns_backward",
+    "softmax_columns_forward",
     "softmax_forward",
     "unavailable_reason",
 ]
