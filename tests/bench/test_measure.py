@@ -105,6 +105,50 @@ def test_inputs_are_rotated_and_overwritten_logits_restored():
     assert seen == [[True, False], [False, True]] * 2
 
 
+class FakeGpu:
+    """Stands for ``torch.cuda``: spins are written down, and an event knows when it was recorded."""
+
+    def __init__(self, monkeypatch, cycles_per_s):
+        self.events, self.seconds = [], 0.0
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "_sleep", self.spin)
+        monkeypatch.setattr(measure, "_event", lambda: FakeEvent(self))
+        self.cycles_per_s = cycles_per_s
+
+    def spin(self, cycles):
+        self.seconds += cycles / self.cycles_per_s
+        self.events.append(("spin", cycles))
+
+
+class FakeEvent:
+    def __init__(self, gpu):
+        self.gpu = gpu
+
+    def record(self):
+        self.at = self.gpu.seconds
+        self.gpu.events.append("event")
+
+    def elapsed_time(self, end):
+        return (end.at - self.at) * 1e3
+
+
+def test_gpu_spins_for_twice_the_host_time_between_the_flush_and_the_timed_part(monkeypatch):
+    gpu = FakeGpu(monkeypatch, 1e9)
+    timer = measure.CudaTimer(CPU, flush_bytes=1)
+    timer._flush = lambda: gpu.events.append("flush")
+    gpu.events.clear()
+    host = FakeClock()
+    monkeypatch.setattr(measure.time, "perf_counter", host)
+    work = SlowWork(host, [9.0, 0.001])
+    work.events = gpu.events
+    timer.time(work, 1, 0)
+    # Two calls find out what the host takes; the first one compiles.
+    assert gpu.events[:6] == ["prepare", "run", "finish"] * 2
+    flush, spin, *rest = gpu.events[7:]
+    assert (flush, rest) == ("flush", ["event", "run", "event", "finish"])
+    assert spin == ("spin", pytest.approx(2_000_000, rel=1e-6))
+
+
 def test_summary_of_known_samples():
     summary = measure.summarize([5.0, 1.0, 4.0, 2.0, 3.0])
     assert (summary.median, summary.p20, summary.p80, summary.samples) == (3.0, 1.8, 4.2, 5)

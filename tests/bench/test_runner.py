@@ -14,7 +14,7 @@ from loss_bench.cases import Case, Options
 from loss_bench.check import check
 from loss_bench.inputs import random_inputs
 from loss_bench.peers import requirements
-from loss_bench.runner import CaseRunner, Plan
+from loss_bench.runner import CaseRunner, Plan, chosen_backends
 
 CPU = torch.device("cpu")
 CASE = Case("cross_entropy", 4, 10, "float32")
@@ -51,6 +51,20 @@ def test_backends_take_turns_and_share_the_iterations():
     # torch-nn had turns 2, 4, 6 of the clock, torch 3, 5, 7; the first was the copy.
     assert [row.median_ms for row in rows] == [4.0, 5.0]
     assert [row.speedup for row in rows] == [1.0, 4.0 / 5.0]
+
+
+@pytest.mark.parametrize(("seconds", "samples"), [(None, 9), (1000.0, 9), (0.0, 3)])
+def test_a_case_that_is_short_of_time_has_fewer_iterations_and_every_check(seconds, samples):
+    plan = Plan(backends=("torch-nn", "torch"), passes=("forward", "no-grad"), iterations=9)
+    rows = CaseRunner(plan, CPU, timer=FakeTimer()).run_case(CASE, {}, seconds)
+    assert [row.samples for row in rows] == [samples] * 4
+    assert all(row.loss_error is not None for row in rows)
+
+
+def test_backends_that_are_not_named_are_not_imported(install_backend):
+    install_backend("costly", "raise AssertionError('imported')\n")
+    assert [row.name for row in chosen_backends(("torch",), CPU)] == ["torch"]
+    assert "bench_fixture_costly" not in sys.modules
 
 
 def test_every_backend_is_checked_before_any_is_timed_and_wrong_ones_never_are(bad_backends):

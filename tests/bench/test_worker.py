@@ -57,12 +57,14 @@ class FakeExecutor:
     def __init__(self, losses=()):
         self.backends = [BackendRow(name, "d", "1", ("cross_entropy",), True, "") for name in ("a", "b", "c")]
         self.losses = list(losses)
-        self.calls = []
+        self.calls, self.seconds = [], []
 
-    def run_case(self, case, excluded):
+    def run_case(self, case, excluded, seconds=None):
+        self.seconds.append(seconds)
         self.calls.append((case.classes, sorted(excluded)))
-        if self.losses:
-            raise self.losses.pop(0)
+        loss = self.losses.pop(0) if self.losses else None
+        if loss is not None:
+            raise loss
         rows = [new_row(case, "forward", backend, "fake") for backend in self.backends]
         for row in rows:
             row.status, row.reason = excluded.get(row.backend, ("ok", ""))
@@ -79,6 +81,25 @@ def test_each_lost_backend_is_left_out_of_the_next_try():
     report = Session(executor, PLAN, CASES).run()
     assert executor.calls == [(10, []), (10, ["b"]), (10, ["a", "b"]), (12, [])]
     assert [row.status for row in report.rows] == ["timeout", "crashed", "ok"] + ["ok"] * 3
+
+
+def test_what_is_left_of_the_time_is_shared_out_among_the_cases_that_are_left():
+    executor, times = FakeExecutor(), iter([4.0, 9.0])
+    Session(executor, PLAN, CASES, deadline=10.0, now=lambda: next(times)).run()
+    assert executor.seconds == [3.0, 1.0]
+    late = FakeExecutor()
+    Session(late, PLAN, CASES[:1], deadline=10.0, now=lambda: 11.0).run()
+    assert late.seconds == [0.0]
+
+
+def test_a_backend_that_is_lost_twice_is_not_tried_a_third_time():
+    cases = [*CASES, Case("cross_entropy", 4, 14, "float32")]
+    losses = [BackendLostError("b", ("crashed", "x")), None, BackendLostError("b", ("crashed", "x")), None]
+    executor = FakeExecutor(losses)
+    report = Session(executor, PLAN, cases).run()
+    assert executor.calls == [(10, []), (10, ["b"]), (12, []), (12, ["b"]), (14, ["b"])]
+    assert [row.status for row in report.rows if row.backend == "b"] == ["crashed", "crashed", "error"]
+    assert report.rows[-2].reason == "not tried again after it was lost 2 times"
 
 
 def test_a_device_that_is_lost_without_a_culprit_ends_the_case_only():

@@ -7,7 +7,7 @@ function is called directly: what loss-core adds would not be there for that lib
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -51,6 +51,23 @@ class BackendRow:
 def find_backends(device: torch.device) -> list[BackendRow]:
     """Every backend that the registry knows, with its state on `device`."""
     return [_describe(info) for info in loss_core.list_backends(device)]
+
+
+def named_backends(names: Sequence[str], device: torch.device) -> list[BackendRow] | None:
+    """The backends of these names without a look at the others, which take seconds to import.
+
+    None if one of them cannot be loaded: the full list has the reason.
+    """
+    rows = []
+    for name in names:
+        try:
+            found = loss_core.get_backend(name)
+        except loss_core.BackendError:
+            return None
+        reason = found.unavailable_reason(device)
+        info = loss_core.BackendInfo(name, found.distribution, found.version, found.ops, not reason, reason)
+        rows.append(_describe(info))
+    return rows
 
 
 def _describe(info: loss_core.BackendInfo) -> BackendRow:

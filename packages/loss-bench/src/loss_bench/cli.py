@@ -21,12 +21,13 @@ from loss_bench.accuracy import KINDS, measure_all
 from loss_bench.calls import find_backends
 from loss_bench.cases import Options, Size
 from loss_bench.compare import compare, comparison_table
+from loss_bench.compiling import compile_ahead, default_jobs, make_tasks, one_triton_cache, seconds_by_backend
 from loss_bench.inputs import RealInputs, read_logits
 from loss_bench.results import Report, environment, merge, read_report
 from loss_bench.runner import CaseRunner, Plan, chosen_backends
 from loss_bench.session import Executor, Session
 from loss_bench.tokens import encode, read_text
-from loss_bench.train import SIZES, train_all
+from loss_bench.train import SIZES, Curve, train_all
 from loss_bench.train import Size as TrainSize
 from loss_bench.worker import Worker
 
@@ -49,6 +50,7 @@ _BUDGET_MS = {"cuda": 300.0, "cpu": 150.0}
 
 def main() -> None:
     """Entry point of the console script."""
+    one_triton_cache()
     app()
 
 
@@ -102,6 +104,30 @@ BackendOption = Annotated[
 ]
 
 
+OpsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[OP]...", help=f"{', '.join(cases.OPS)}, or all; default: cross_entropy."),
+]
+ShapeOption = Annotated[list[str] | None, typer.Option("--shape", "-s", help="ROWSxCLASSES, repeated or with commas.")]
+VocabOption = Annotated[
+    list[str] | None,
+    typer.Option("--vocab", help=f"Classes, as numbers or models: {', '.join(cases.VOCABULARIES)}."),
+]
+RowsOption = Annotated[
+    list[str] | None, typer.Option("--rows", help="Rows to combine with --vocab; default 4096 (64 on a CPU).")
+]
+DtypeOption = Annotated[
+    list[str] | None, typer.Option("--dtype", "-d", help="float16, bfloat16, float32 or fp16, bf16, fp32.")
+]
+PresetOption = Annotated[str | None, typer.Option("--preset", help=f"Shapes and dtypes: {', '.join(cases.PRESETS)}.")]
+ReductionOption = Annotated[str, typer.Option(help="mean, sum or none.")]
+SmoothingOption = Annotated[float, typer.Option(min=0.0, max=1.0)]
+ZLossOption = Annotated[float, typer.Option(min=0.0)]
+SoftcapOption = Annotated[float | None, typer.Option()]
+WeightOption = Annotated[bool, typer.Option("--weight", help="Random class weights.")]
+InplaceOption = Annotated[bool, typer.Option("--inplace", help="Let the gradient take the logits' memory.")]
+
+
 @app.command("list")
 def list_command(device: DeviceOption = None) -> None:
     """Show every backend, what it provides, and why it cannot run here."""
@@ -122,37 +148,23 @@ def _plain(text: str) -> str:
 
 @app.command()
 def run(
-    ops: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[OP]...", help=f"{', '.join(cases.OPS)}, or all; default: cross_entropy."),
-    ] = None,
+    ops: OpsArgument = None,
     backend: BackendOption = None,
-    shape: Annotated[
-        list[str] | None, typer.Option("--shape", "-s", help="ROWSxCLASSES, repeated or with commas.")
-    ] = None,
-    vocab: Annotated[
-        list[str] | None,
-        typer.Option("--vocab", help=f"Classes, as numbers or models: {', '.join(cases.VOCABULARIES)}."),
-    ] = None,
-    rows: Annotated[
-        list[str] | None, typer.Option("--rows", help="Rows to combine with --vocab; default 4096 (64 on a CPU).")
-    ] = None,
-    dtype: Annotated[
-        list[str] | None, typer.Option("--dtype", "-d", help="float16, bfloat16, float32 or fp16, bf16, fp32.")
-    ] = None,
-    preset: Annotated[
-        str | None, typer.Option("--preset", help=f"Shapes and dtypes: {', '.join(cases.PRESETS)}.")
-    ] = None,
+    shape: ShapeOption = None,
+    vocab: VocabOption = None,
+    rows: RowsOption = None,
+    dtype: DtypeOption = None,
+    preset: PresetOption = None,
     passes: Annotated[
         list[str] | None, typer.Option("--pass", help=f"{', '.join(cases.PASSES)}; default: all.")
     ] = None,
-    reduction: Annotated[str, typer.Option(help="mean, sum or none.")] = "mean",
-    label_smoothing: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.0,
-    z_loss: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    softcap: Annotated[float | None, typer.Option()] = None,
-    weight: Annotated[bool, typer.Option("--weight", help="Random class weights.")] = False,
+    reduction: ReductionOption = "mean",
+    label_smoothing: SmoothingOption = 0.0,
+    z_loss: ZLossOption = 0.0,
+    softcap: SoftcapOption = None,
+    weight: WeightOption = False,
     ignored: Annotated[float, typer.Option(min=0.0, max=0.999, help="Share of rows with an ignored target.")] = 0.0,
-    inplace: Annotated[bool, typer.Option("--inplace", help="Let the gradient take the logits' memory.")] = False,
+    inplace: InplaceOption = False,
     logits: Annotated[
         Path | None,
         typer.Option(
@@ -181,6 +193,12 @@ def run(
     time_limit: Annotated[
         float, typer.Option("--time-limit", min=1.0, help="Seconds after which a silent backend is given up.")
     ] = 300.0,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            "--budget", min=1.0, help="Seconds for the whole run: fewer iterations where it takes that, all checks."
+        ),
+    ] = None,
     in_process: Annotated[
         bool, typer.Option("--in-process", help="No worker process: starts faster, but a crash ends everything.")
     ] = False,
@@ -197,6 +215,7 @@ def run(
 
       loss-bench run softmax log_softmax --shape 4096x16384 --dtype fp16 --backend torch-nn,triton
     """
+    deadline = time.monotonic() + budget if budget is not None else None
     try:
         where = _device(device)
         real = read_logits(logits) if logits else None
@@ -215,9 +234,9 @@ def run(
     plan = Plan(tuple(backends), tuple(chosen_passes), iters, warmup, _BUDGET_MS[where.type], seed, logits, graph)
     with _progress(quiet) as step:
         found, interrupted = _run(
-            plan, where, chosen, step, json_file, earlier, preset, None if in_process else time_limit
+            plan, where, chosen, step, json_file, earlier, preset, None if in_process else time_limit, deadline
         )
-    found.settings["preset"] = preset
+    found.settings |= {"preset": preset, "budget_s": budget}
     _deliver(found, json_file, markdown)
     if interrupted:
         raise typer.Exit(_INTERRUPTED)
@@ -234,6 +253,7 @@ def _run(
     earlier: Report | None,
     preset: str | None,
     time_limit: float | None,
+    deadline: float | None,
 ) -> tuple[Report, bool]:
     """The report of a run, of its finished cases if it is interrupted (and whether); written after each of them."""
     done = 0
@@ -254,7 +274,7 @@ def _run(
     except (ValueError, RuntimeError) as error:
         raise _fail(error) from error
     try:
-        session = Session(executor, plan, chosen, earlier=earlier, after_case=after_case)
+        session = Session(executor, plan, chosen, earlier=earlier, after_case=after_case, deadline=deadline)
         session.run()
     except ValueError as error:
         raise _fail(error) from error
@@ -272,6 +292,61 @@ def _executor(
     if time_limit is None:
         return CaseRunner(plan, device, announce)
     return Worker(plan, device, announce, time_limit_s=time_limit)
+
+
+@app.command()
+def warm(
+    ops: OpsArgument = None,
+    backend: BackendOption = None,
+    shape: ShapeOption = None,
+    vocab: VocabOption = None,
+    rows: RowsOption = None,
+    dtype: DtypeOption = None,
+    preset: PresetOption = None,
+    reduction: ReductionOption = "mean",
+    label_smoothing: SmoothingOption = 0.0,
+    z_loss: ZLossOption = 0.0,
+    softcap: SoftcapOption = None,
+    weight: WeightOption = False,
+    inplace: InplaceOption = False,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", "-j", min=1, help="Processes; default: half the cores, 8 at most.")
+    ] = None,
+    time_limit: Annotated[
+        float, typer.Option("--time-limit", min=1.0, help="Seconds after which a compilation is given up.")
+    ] = 120.0,
+    device: DeviceOption = None,
+    quiet: QuietOption = False,
+) -> None:
+    """Compile every kernel of a run ahead of time, in several processes, into the compilers' caches on disk.
+
+    Takes the arguments of [bold]run[/]. Nothing is timed, and what fails here fails again in the run, with its reason.
+    """
+    try:
+        where = _device(device)
+        options = Options(reduction, label_smoothing, z_loss, softcap, weight, inplace=inplace)
+        _check_choice("reduction", reduction, ("mean", "sum", "none"))
+        sizes = _sizes(where, None, shape, vocab, rows, dtype, preset)
+        dtypes = [cases.parse_dtype(name) for name in cases.words(dtype)]
+        chosen = cases.build_cases(_ops(ops, preset), sizes, options, dtypes)
+        # Without names somebody has to ask who can run here; with names the processes find out by themselves.
+        names = cases.words(backend) or [b.name for b in find_backends(where) if b.available]
+    except (ValueError, RuntimeError) as error:
+        raise _fail(error) from error
+    tasks = make_tasks(names, chosen)
+    begin = time.monotonic()
+    with _progress(quiet) as step:
+        try:
+            outcomes = compile_ahead(tasks, where, jobs=jobs or default_jobs(), progress=step, time_limit_s=time_limit)
+        except KeyboardInterrupt:
+            _console(stderr=True).print("interrupted; what was compiled is kept")
+            raise typer.Exit(_INTERRUPTED) from None
+    failed = sum(bool(outcome.problem) for outcome in outcomes)
+    spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in seconds_by_backend(outcomes).items())
+    _console().print(
+        f"{len(outcomes) - failed} of {len(outcomes)} compiled in {time.monotonic() - begin:.0f} s ({spent})",
+        highlight=False,
+    )
 
 
 def _command() -> list[str]:
@@ -370,12 +445,27 @@ def train(
         raise _fail(f"{error.name} is not installed; pip install 'loss-bench\\[tokens]'") from error
     # A backend that was named is tried even where it says that it cannot run, so that its reason is shown.
     names = cases.words(backend) or [b.name for b in found if "cross_entropy" in b.ops and b.available]
-    with _progress(quiet) as step:
-        curves, saved = train_all(names, data, chosen, where, seed=seed, progress=step)
     result = Report(environment(where), settings={**asdict(chosen), "seed": seed, "text": str(text or "stdlib")})
     result.backends = [asdict(b) for b in found]
+    result.command = _command()
+    curves: list[Curve] = []
+    interrupted = False
+
+    def keep() -> None:
+        result.train = [curve.to_json() for curve in curves]
+        if json_file is not None:
+            result.write(json_file)
+
+    with _progress(quiet) as step:
+        try:
+            saved = train_all(names, data, chosen, where, curves, seed=seed, progress=step, after_each=keep)
+        except KeyboardInterrupt:
+            _console(stderr=True).print("interrupted; what was trained follows")
+            interrupted, saved = True, {}
     result.train = [curve.to_json() for curve in curves]
     _deliver(result, json_file, markdown)
+    if interrupted:
+        raise typer.Exit(_INTERRUPTED)
     if save_logits is not None and saved:
         _save(saved, save_logits)
     if result.has_wrong:

@@ -7,6 +7,7 @@ time, so that a drift of the clocks hits all of them alike.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ from loss_core.backend import BackendUnavailable, UnsupportedInput
 from torch import Tensor
 
 from loss_bench import measure
-from loss_bench.calls import BackendRow, Call, find_backends, make_call
+from loss_bench.calls import BackendRow, Call, find_backends, make_call, named_backends
 from loss_bench.cases import PASSES, Case, minimal_bytes
 from loss_bench.check import Verdict, check
 from loss_bench.inputs import Inputs, random_inputs, read_logits, sets_needed
@@ -32,7 +33,10 @@ Result = TypeVar("Result")
 TINY_ROWS, TINY_CLASSES = 64, 512
 _TINY_CALLS = 20
 _ROUNDS = 3
+_MOST_ITERATIONS = 60
 _DRIFT = 0.05
+# Of what is left of a case's seconds once its results are checked; the rest is for memory and host time.
+_TIMED_SHARE = 0.7
 # A capture takes a tenth of a second or more; these two passes say what there is to say.
 _GRAPH_PASSES = ("forward+backward", "no-grad")
 
@@ -134,6 +138,7 @@ class CaseRunner:
             torch.cuda.set_device(device)
         self._timer = timer or measure.make_timer(device)
         self._real = read_logits(plan.logits) if plan.logits else None
+        self._pass_ms: float | None = None
         self._host_us: dict[tuple[str, Case, str], float | None] = {}
         self.environment = environment(device)
         announce("loading the backends", None)
@@ -147,13 +152,16 @@ class CaseRunner:
     def close(self) -> None:
         """Nothing is held but memory."""
 
-    def run_case(self, case: Case, excluded: Mapping[str, Failure]) -> list[Row]:
+    def run_case(self, case: Case, excluded: Mapping[str, Failure], seconds: float | None = None) -> list[Row]:
         """The rows of `case`; a backend that is `excluded` is not run and has that recorded.
+
+        If `seconds` is given, there are as few iterations as it takes to keep to them. The checks are never cut.
 
         Raises:
             BackendLostError: if a backend left the GPU's context unusable. This process can then run nothing more.
         """
         rows: list[Row] = []
+        begin = time.monotonic()
         self._announce(f"{case}: inputs", None)
         try:
             inputs = self._inputs(case)
@@ -173,6 +181,10 @@ class CaseRunner:
             else:
                 rows += self._failed(case, backend, entered)
                 self._release()
+        self._pass_ms = None
+        if seconds is not None:
+            left = max(0.0, seconds - (time.monotonic() - begin))
+            self._pass_ms = _TIMED_SHARE * left * 1e3 / max(1, len(contestants) * len(self._plan.passes))
         for pass_ in self._plan.passes:
             rows += self._time_pass(case, pass_, contestants)
         self._release()
@@ -260,9 +272,13 @@ class CaseRunner:
 
     def _iterations(self, contestant: _Contestant, pass_: str) -> int:
         estimate = self._timer.estimate(contestant.work(pass_))
-        if self._plan.iterations is not None:
-            return self._plan.iterations
-        return measure.planned_iterations(estimate, self._plan.budget_ms, least=2 * _ROUNDS, most=60)
+        wanted = self._plan.iterations
+        if wanted is None:
+            budget = self._plan.budget_ms
+            wanted = measure.planned_iterations(estimate, budget, least=2 * _ROUNDS, most=_MOST_ITERATIONS)
+        if self._pass_ms is None:
+            return wanted
+        return measure.planned_iterations(estimate, self._pass_ms, least=min(wanted, _ROUNDS), most=wanted)
 
     def _turn(self, case: Case, contestant: _Contestant, pass_: str, turn: int, count: int) -> None:
         self._announce(f"{case} {pass_}: {contestant.backend.name}", contestant.backend.name)
@@ -336,6 +352,8 @@ def chosen_backends(names: Sequence[str], device: torch.device) -> list[BackendR
     Raises:
         BackendUnavailable: if one of the names is not installed.
     """
+    if names and (rows := named_backends(names, device)) is not None:
+        return rows
     found = find_backends(device)
     by_name = {backend.name: backend for backend in found}
     for name in names:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -11,6 +13,9 @@ from loss_bench.cases import Case
 from loss_bench.results import Report, Row, new_row
 from loss_bench.runner import BASELINE, BackendLostError, Failure, Plan
 
+# A process that has to be started again takes many seconds.
+_MOST_LOSSES = 2
+
 
 class Executor(Protocol):
     """``CaseRunner`` or ``Worker``."""
@@ -19,8 +24,8 @@ class Executor(Protocol):
     backends: list[BackendRow]
     ceilings: dict[str, float]
 
-    def run_case(self, case: Case, excluded: Mapping[str, Failure]) -> list[Row]:
-        """The rows of `case`."""
+    def run_case(self, case: Case, excluded: Mapping[str, Failure], seconds: float | None = None) -> list[Row]:
+        """The rows of `case`, in about `seconds`."""
         ...
 
     def close(self) -> None:
@@ -37,6 +42,9 @@ class Session:
         cases: in order.
         earlier: a report whose finished cases are taken over rather than measured again.
         after_case: called with the number of cases done and the report.
+        deadline: moment of `now` at which all cases should be done. What is left is shared out evenly among the cases
+            that are left, and becomes fewer iterations.
+        now: seconds of a clock.
 
     Raises:
         ValueError: if `earlier` is of another device.
@@ -50,11 +58,16 @@ class Session:
         *,
         earlier: Report | None = None,
         after_case: Callable[[int, Report], None] = lambda done, report: None,
+        deadline: float | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
         self._plan = plan
         self._cases = cases
         self._after_case = after_case
+        self._deadline = deadline
+        self._now = now
+        self._losses: Counter[str] = Counter()
         self.report = Report(executor.environment, ceilings=executor.ceilings)
         self.report.backends = [asdict(backend) for backend in executor.backends]
         self.report.settings = {**_settings(plan), "baseline": BASELINE}
@@ -71,7 +84,7 @@ class Session:
     def run(self) -> Report:
         """Measure what is not there yet."""
         for done, case in enumerate(self._cases):
-            self.report.rows += self._taken_over(case) or self._measured(case)
+            self.report.rows += self._taken_over(case) or self._measured(case, len(self._cases) - done)
             self._after_case(done + 1, self.report)
         return self.report
 
@@ -86,17 +99,27 @@ class Session:
             return []
         return [self._earlier[key] for key in keys]
 
-    def _measured(self, case: Case) -> list[Row]:
-        excluded: dict[str, Failure] = {}
+    def _measured(self, case: Case, cases_left: int) -> list[Row]:
+        excluded: dict[str, Failure] = {
+            name: ("error", f"not tried again after it was lost {count} times")
+            for name, count in self._losses.items()
+            if count >= _MOST_LOSSES
+        }
         # Each turn of the loop but the last loses one backend.
         for _ in range(len(self._executor.backends) + 1):
             try:
-                return self._executor.run_case(case, excluded)
+                return self._executor.run_case(case, excluded, self._seconds(cases_left))
             except BackendLostError as error:
                 if error.backend is None or error.backend in excluded:
                     return self._all_failed(case, excluded, error.failure)
                 excluded[error.backend] = error.failure
+                self._losses[error.backend] += 1
         return self._all_failed(case, excluded, ("error", "every backend was lost"))
+
+    def _seconds(self, cases_left: int) -> float | None:
+        if self._deadline is None:
+            return None
+        return max(0.0, self._deadline - self._now()) / cases_left
 
     def _all_failed(self, case: Case, excluded: Mapping[str, Failure], failure: Failure) -> list[Row]:
         rows = self._blank_rows(case)

@@ -44,7 +44,7 @@ class Size:
 
 SIZES = {
     "small": Size(width=64, layers=2, heads=4, context=64, batch=16, steps=100),
-    "gpu": Size(width=512, layers=8, heads=8, context=512, batch=64, steps=200, dtype="bfloat16"),
+    "gpu": Size(width=512, layers=8, heads=8, context=512, batch=32, steps=150, dtype="bfloat16"),
     "tokens": Size(width=512, layers=8, heads=8, context=512, batch=32, steps=200, dtype="bfloat16", vocabulary=32768),
 }
 """``small`` is the default of a CPU, ``gpu`` that of a GPU; both work on bytes, ``tokens`` on a byte-pair encoding."""
@@ -90,11 +90,21 @@ def batches(text: Tensor, size: Size, device: torch.device, seed: int) -> Tensor
 
 
 def train_all(
-    backends: Sequence[str], text: Tensor, size: Size, device: torch.device, *, seed: int, progress: Progress
-) -> tuple[list[Curve], dict[str, Tensor]]:
-    """Train with every backend; also the last step's logits and labels, for ``run --logits``."""
+    backends: Sequence[str],
+    text: Tensor,
+    size: Size,
+    device: torch.device,
+    curves: list[Curve],
+    *,
+    seed: int,
+    progress: Progress,
+    after_each: Callable[[], None] = lambda: None,
+) -> dict[str, Tensor]:
+    """Train with every backend and append to `curves`; gives the last step's logits and labels, for ``run --logits``.
+
+    ``after_each`` is called when a curve has been added and compared with the first.
+    """
     data = batches(text, size, device, seed)
-    curves: list[Curve] = []
     saved: dict[str, Tensor] = {}
     for place, backend in enumerate(backends):
         tensors: dict[str, Tensor] = {}
@@ -102,8 +112,9 @@ def train_all(
         curve, failure = attempt(partial(train_one, backend, data, size, device, seed, tensors, tell))
         curves.append(curve or Curve(backend, *(failure or ("error", ""))))
         saved = saved or tensors
-    compare_curves(curves, size)
-    return curves, saved
+        compare_curves(curves, size)
+        after_each()
+    return saved
 
 
 def _tell(progress: Progress, backend: str, begun: float, steps: int, step: int) -> None:

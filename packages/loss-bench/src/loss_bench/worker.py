@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from loss_bench.cases import Case
+from loss_bench.compiling import one_triton_cache
 from loss_bench.results import Row
 from loss_bench.runner import Announce, BackendLostError, CaseRunner, Failure, Plan, first_line
 
@@ -71,15 +72,15 @@ class Worker:
             raise WorkerError(hello)
         self.environment, self.backends, self.ceilings = hello
 
-    def run_case(self, case: Case, excluded: Mapping[str, Failure]) -> list[Row]:
-        """The rows of `case`.
+    def run_case(self, case: Case, excluded: Mapping[str, Failure], seconds: float | None = None) -> list[Row]:
+        """The rows of `case`; see ``CaseRunner.run_case``.
 
         Raises:
             BackendLostError: if a backend took the worker with it, or was silent for longer than the limit.
         """
         if self._process is None:
             self._start()
-        self._connection.send((case, dict(excluded)))
+        self._connection.send((case, dict(excluded), seconds))
         return self._await("rows")
 
     def _await(self, kind: str) -> Any:
@@ -125,6 +126,7 @@ def _serve(connection: Connection, plan: Plan, device: torch.device) -> None:
     def announce(text: str, backend: str | None) -> None:
         connection.send(("step", text, backend))
 
+    one_triton_cache()
     try:
         runner = CaseRunner(plan, device, announce)
     except Exception as error:
@@ -135,11 +137,11 @@ def _serve(connection: Connection, plan: Plan, device: torch.device) -> None:
     connection.send(("hello", (runner.environment, runner.backends, runner.ceilings)))
     while True:
         try:
-            case, excluded = connection.recv()
+            case, excluded, seconds = connection.recv()
         except EOFError:
             return
         try:
-            connection.send(("rows", runner.run_case(case, excluded)))
+            connection.send(("rows", runner.run_case(case, excluded, seconds)))
         except BackendLostError as error:
             connection.send(("lost", (error.backend, error.failure)))
             return

@@ -22,6 +22,8 @@ from loss_bench.peers.requirements import refuse_options
 API_VERSION = 1
 OPS = ("cross_entropy", "softmax", "log_softmax")
 PEER = "torch"
+STATIC_SHAPES = True
+"""What is compiled holds for one shape."""
 
 _COMPILATIONS = 1024
 
