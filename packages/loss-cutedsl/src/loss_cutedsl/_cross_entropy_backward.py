@@ -132,16 +132,20 @@ class CrossEntropyBackward(CrossEntropyRows):
         logit_scale: Float32,
         softcap: Float32,
     ):
-        """One group of threads to a tile; tiles of a row are neighbours."""
-        thread, group, rank, work, work_step = self.place()
-        row = work // tiles
-        wanted = row < rows
-        upstream = Float32(1.0)
-        if wanted & (g_upstream != 0):
-            upstream = load_float(g_upstream + Int64(row) * upstream_stride * 4)
+        """A group of threads takes tiles in turn; tiles of a row are neighbours.
+
+        With ``skip_if_one`` and an upstream gradient of 1 it takes none.
+        """
+        thread, group, rank, first_work, work_step = self.place()
+        work_end = rows * tiles
         if skip_if_one != 0:
-            wanted = wanted & (upstream != 1.0)
-        if wanted:
+            if load_float(g_upstream) == 1.0:
+                work_end = Int32(0)
+        for work in cutlass.range(first_work, work_end, work_step, unroll=1):
+            row = work // tiles
+            upstream = Float32(1.0)
+            if g_upstream != 0:
+                upstream = load_float(g_upstream + Int64(row) * upstream_stride * 4)
             first = thread + (work - row * tiles) * (self.row_threads * self.unroll)
             target = self.load_target(g_target, row, row >= 0, ignore_index)
             g_vectors, phase, vectors = self.span(g_logits, logits_stride, row, cols)
@@ -255,11 +259,14 @@ class CrossEntropyRescale(StagedRows):
     def cross_entropy_rescale_kernel(
         self, g_upstream: Int64, g_grad: Int64, grad_stride: Int64, rows: Int32, cols: Int32, tiles: Int32
     ):
-        """One group of threads to a tile of a row."""
-        thread, group, rank, work, work_step = self.place()
-        row = work // tiles
+        """A group of threads takes tiles in turn; none where upstream is 1."""
+        thread, group, rank, first_work, work_step = self.place()
         upstream = load_float(g_upstream)
-        if (row < rows) & (upstream != 1.0):
+        work_end = rows * tiles
+        if upstream == 1.0:
+            work_end = Int32(0)
+        for work in cutlass.range(first_work, work_end, work_step, unroll=1):
+            row = work // tiles
             first = thread + (work - row * tiles) * (self.row_threads * self.unroll)
             g_vectors, phase, vectors = self.span(g_grad, grad_stride, row, cols)
             words = []

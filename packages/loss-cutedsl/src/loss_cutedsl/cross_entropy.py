@@ -66,11 +66,20 @@ class ForwardPlan(NamedTuple):
 
 
 class BackwardPlan(NamedTuple):
-    """A compiled backward or rescale and how it is launched: ``tiles`` of a row, ``groups`` of threads in a block."""
+    """A compiled backward or rescale and how it is launched.
+
+    Attributes:
+        launch: the compiled kernel.
+        tiles: of a row.
+        groups: of threads in a block; each has a tile at a time.
+        few_blocks: blocks that keep the device busy, for launches that mostly have nothing to do: a block per tile
+            would take longer to start and end than the whole check takes.
+    """
 
     launch: object
     tiles: int
     groups: int
+    few_blocks: int
 
 
 # By everything that a plan depends on, the number of classes included and the number of rows not.
@@ -276,8 +285,10 @@ def backward(grad_loss, logits, target, weight, lse, denominator, options, *, gr
     _require(logits, target)
     if logits.shape[0] == 0:
         return
-    stride = grad_loss.stride(0) if options.reduction == "none" else 0
-    _run_backward(grad_loss, stride, logits, target, weight, lse, denominator, options, grad, skip_if_one)
+    # One upstream gradient for all rows, or one for each; only the former can be skipped as a whole.
+    scalar = options.reduction != "none"
+    stride = 0 if scalar else grad_loss.stride(0)
+    _run_backward(grad_loss, stride, logits, target, weight, lse, denominator, options, grad, skip_if_one and scalar)
 
 
 def _run_backward(grad_loss, upstream_stride, logits, target, weight, lse, denominator, options, grad, skip_if_one):
@@ -291,7 +302,10 @@ def _run_backward(grad_loss, upstream_stride, logits, target, weight, lse, denom
     plan = _backward_plans.get(key)
     if plan is None:
         plan = _backward_plans[key] = _backward_plan(*key)
-    launch, tiles, groups = plan
+    launch, tiles, groups, few_blocks = plan
+    grid = -(-rows * tiles // groups)
+    if skip_if_one:
+        grid = min(grid, few_blocks)
     workspace = torch.empty(1, dtype=torch.float32, device=logits.device) if smoothing and weighted else None
     launch(
         0 if grad_loss is None else grad_loss.data_ptr(),
@@ -308,7 +322,7 @@ def _run_backward(grad_loss, upstream_stride, logits, target, weight, lse, denom
         rows,
         cols,
         tiles,
-        -(-rows * tiles // groups),
+        grid,
         int(skip_if_one),
         options.ignore_index,
         *_numbers(options),
@@ -335,7 +349,7 @@ def make_backward_plan(machine, dtype, vectors, schedule, ragged, target_bits, w
         backward_arguments,
         machine.architecture,
     )
-    return BackwardPlan(launch, schedule.chunks(vectors), schedule.threads // schedule.row_threads)
+    return _tiled(machine, launch, schedule, vectors)
 
 
 def rescale(grad_loss, grad):
@@ -353,11 +367,9 @@ def rescale(grad_loss, grad):
         vectors = most_vectors(cols, grad.dtype.itemsize, ragged)
         schedule = _schedule.direct(machine, vectors)
         plan = _rescale_plans[key] = make_rescale_plan(machine, grad.dtype, vectors, schedule, ragged)
-    launch, tiles, groups = plan
-    launch(
-        grad_loss.data_ptr(), grad.data_ptr(), grad.stride(0), rows, cols, tiles, -(-rows * tiles // groups),
-        stream_of(index),
-    )  # fmt: skip
+    launch, tiles, groups, few_blocks = plan
+    grid = min(-(-rows * tiles // groups), few_blocks)
+    launch(grad_loss.data_ptr(), grad.data_ptr(), grad.stride(0), rows, cols, tiles, grid, stream_of(index))
 
 
 def make_rescale_plan(machine, dtype, vectors, schedule, ragged):
@@ -369,4 +381,9 @@ def make_rescale_plan(machine, dtype, vectors, schedule, ragged):
         rescale_arguments,
         machine.architecture,
     )
-    return BackwardPlan(launch, schedule.chunks(vectors), schedule.threads // schedule.row_threads)
+    return _tiled(machine, launch, schedule, vectors)
+
+
+def _tiled(machine, launch, schedule, vectors):
+    groups = schedule.threads // schedule.row_threads
+    return BackwardPlan(launch, schedule.chunks(vectors), groups, machine.processors * schedule.blocks)

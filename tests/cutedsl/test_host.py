@@ -1,0 +1,142 @@
+"""What the host hands to a kernel, and what it returns, with a kernel that does nothing."""
+
+import pytest
+import torch
+
+pytest.importorskip("tvm_ffi", reason="cutedsl: apache-tvm-ffi is not installed")
+pytest.importorskip("cutlass.cute", reason="cutedsl: nvidia-cutlass-dsl is not installed")
+
+from loss_core.backend import REDUCTIONS, CrossEntropyOptions, UnsupportedInput
+from loss_cutedsl import _schedule, cross_entropy, softmax
+
+PROCESSORS = 132
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The arguments of every launch: (name of the kernel's class, arguments)."""
+    made = []
+
+    def compiled(kernel_class, facts, make, arguments, architecture):
+        expected = len(arguments())
+
+        def launch(*values):
+            assert len(values) == expected + 1, "a kernel takes what it was compiled for, and the stream"
+            made.append((kernel_class.__name__, values))
+
+        return launch
+
+    for module in (cross_entropy, softmax):
+        monkeypatch.setattr(module, "compiled", compiled)
+        monkeypatch.setattr(module, "machine_of", lambda index: _schedule.machine((9, 0), PROCESSORS))
+        monkeypatch.setattr(module, "stream_of", lambda index: 0)
+    for plans in ("_forward_plans", "_backward_plans", "_rescale_plans"):
+        monkeypatch.setattr(cross_entropy, plans, {})
+    monkeypatch.setattr(softmax, "_plans", {})
+    return made
+
+
+def operands(rows, cols, reduction, dtype=torch.bfloat16):
+    lengths = torch.ones(rows, dtype=torch.int32) if reduction == "byte_mean" else None
+    return torch.zeros(rows, cols, dtype=dtype), torch.zeros(rows, dtype=torch.int64), None, lengths
+
+
+@pytest.mark.parametrize("stats", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_results_have_the_shapes_of_the_contract(launches, reduction, rows, stats):
+    options = CrossEntropyOptions(reduction=reduction, z_loss=0.1)
+    items = [None, 3.0, torch.tensor([3.0])] if reduction == "mean" else [None]
+    for num_items in items:
+        logits, *rest = operands(rows, 7, reduction)
+        grad = torch.zeros_like(logits) if reduction != "none" else None
+        result = cross_entropy.forward(logits, *rest, num_items, options, grad=grad, stats=stats)
+        assert result.loss.shape == ((rows,) if reduction == "none" else ())
+        assert result.lse.shape == (rows,)
+        assert result.loss.dtype == result.lse.dtype == torch.float32
+        assert (result.denominator is not None) == (reduction in ("mean", "byte_mean"))
+        if result.denominator is not None:
+            assert result.denominator.shape == (1,)
+        if stats:
+            assert result.z_loss.shape == result.loss.shape
+            assert (result.prediction.shape, result.prediction.dtype) == ((rows,), torch.int64)
+            assert (result.correct.shape, result.correct.dtype) == ((rows,), torch.bool)
+        # Tensors of their own: changing one in place must not touch another that is saved.
+        pointers = [t.untyped_storage().data_ptr() for t in result if t is not None and t.numel()]
+        assert len(set(pointers)) == len(pointers)
+    assert len(launches) == (len(items) if rows else 0)
+
+
+def test_no_rows_give_what_a_sum_over_nothing_gives(launches):
+    def loss(reduction, num_items=None):
+        options = CrossEntropyOptions(reduction=reduction)
+        return cross_entropy.forward(*operands(0, 7, reduction), num_items, options, grad=None, stats=False).loss
+
+    assert loss("sum") == 0
+    assert loss("mean").isnan()
+    assert loss("byte_mean").isnan()
+    assert loss("mean", 2.0) == 0
+
+
+def test_backward_that_may_have_nothing_to_do_is_a_small_launch(launches):
+    logits, target, *_ = operands(4096, 8192, "mean")
+    lse, one = torch.zeros(4096), torch.ones(())
+    tiles = (
+        4096 * cross_entropy._backward_plan(0, logits.dtype, 8192, False, target.dtype, False, False, "linear").tiles
+    )
+    for options, upstream, skip, blocks in (
+        (CrossEntropyOptions(), one, False, tiles),
+        (CrossEntropyOptions(), one, True, 4 * PROCESSORS),
+        # An upstream gradient for each row cannot be skipped as a whole.
+        (CrossEntropyOptions(reduction="none"), one.expand(4096), True, tiles),
+    ):
+        cross_entropy.backward(
+            upstream, logits, target, None, lse, None, options, grad=torch.empty_like(logits), skip_if_one=skip
+        )
+        name, values = launches[-1]
+        assert name == "CrossEntropyBackward"
+        assert values[1] == 0
+        assert values[14:16] == (blocks, int(skip and blocks != tiles))
+    cross_entropy.rescale(one, logits)
+    assert launches[-1][1][6] == 4 * PROCESSORS
+
+
+@pytest.mark.parametrize("layout", ["aligned", "offset", "odd stride", "expanded", "one class"])
+def test_every_layout_has_a_kernel(launches, layout):
+    zeros = torch.zeros(1000, dtype=torch.bfloat16)
+    tensor = {
+        "aligned": zeros[: 6 * 64].view(6, 64),
+        "offset": zeros[1 : 6 * 64 + 1].view(6, 64),
+        "odd stride": zeros[: 6 * 67].view(6, 67)[:, :64],
+        "expanded": zeros[:64].expand(6, 64),
+        "one class": zeros[:18].view(6, 3)[:, 1:2],
+    }[layout]
+    output = torch.empty(tensor.shape, dtype=tensor.dtype)
+    softmax.softmax_forward(tensor, output)
+    softmax.log_softmax_backward(tensor, output, output.clone())
+    (_, forward), (_, backward) = launches
+    assert forward[:4] == (tensor.data_ptr(), tensor.stride(0), output.data_ptr(), output.stride(0))
+    assert backward[:2] == (tensor.data_ptr(), tensor.stride(0))
+    (*_, ragged, _, _) = next(iter(softmax._plans))
+    assert ragged == (layout in ("offset", "odd stride", "one class"))
+
+
+def test_what_the_kernels_do_not_do_is_refused(launches):
+    options = CrossEntropyOptions()
+
+    def forward(dtype, target_dtype):
+        logits, target, *rest = operands(2, 7, "mean", dtype)
+        return cross_entropy.forward(logits, target.to(target_dtype), *rest, None, options, grad=None, stats=False)
+
+    for dtype, target_dtype in (
+        (torch.float64, torch.int64),
+        (torch.float32, torch.int16),
+        (torch.float32, torch.float32),
+    ):
+        # Twice: a refusal is not remembered as a plan.
+        for _ in range(2):
+            with pytest.raises(UnsupportedInput, match="cutedsl: "):
+                forward(dtype, target_dtype)
+    with pytest.raises(UnsupportedInput, match="float64"):
+        softmax.softmax_forward(torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64))
+    assert not launches
