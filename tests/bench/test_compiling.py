@@ -54,19 +54,7 @@ def test_a_failure_costs_its_own_task_alone(install_backend):
         + "    if logits.shape[1] == 12:\n        import time; time.sleep(600)\n"
         + "    return F.cross_entropy(logits, target)\n",
     )
-    words = [
-        "warm",
-        "--shape",
-        "4x10,4x11,4x12",
-        "-b",
-        "deadly",
-        "--jobs",
-        "2",
-        "--time-limit",
-        "25",
-        "--device",
-        "cpu",
-    ]
+    words = ["warm", "--shape", "4x10,4x11,4x12", "-b", "deadly", "--jobs", "2", "--time-limit", "20"]
     result = CliRunner().invoke(app, [*words, "--device", "cpu"])
     assert result.exit_code == 0, result.output
     assert "its process died" in result.output

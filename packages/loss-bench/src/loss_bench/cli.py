@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -51,6 +52,10 @@ _BUDGET_MS = {"cuda": 300.0, "cpu": 150.0}
 def main() -> None:
     """Entry point of the console script."""
     one_triton_cache()
+    # A scheduler ends a job with SIGTERM, and a shell lets what it starts in the background ignore SIGINT: both are to
+    # keep what is finished.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     app()
 
 

@@ -24,6 +24,8 @@ from loss_bench.runner import attempt
 from loss_bench.tokens import BYTE_VOCABULARY
 
 _SAVED_ROWS = 8192
+# The rate grows over these steps: a start at full rate would turn rounding into other curves.
+_WARMUP_STEPS = 20
 
 Progress = Callable[[str, float], None]
 
@@ -134,6 +136,7 @@ def train_one(
     torch.manual_seed(seed)
     model = LanguageModel(size.vocabulary, size.width, size.layers, size.heads, size.context).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    growing = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / _WARMUP_STEPS))
     rows = size.batch * size.context
     call = make_call(Case("cross_entropy", rows, size.vocabulary, size.dtype), backend)
     if device.type == "cuda":
@@ -143,6 +146,7 @@ def train_one(
         synchronize(device)
         start = time.perf_counter()
         loss, seconds = _step(model, optimizer, call, batch, size, saved if step == len(data) - 1 else None)
+        growing.step()
         synchronize(device)
         step_s.append(time.perf_counter() - start)
         loss_s.append(seconds())
