@@ -121,6 +121,49 @@ def test_every_layout_has_a_kernel(launches, layout):
     assert ragged == (layout in ("offset", "odd stride", "one class"))
 
 
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+@pytest.mark.parametrize("result", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_kernel_sees_one_dtype(launches, monkeypatch, dtype, result, log):
+    """Its vectors are of one width; a kernel that computes what it is handed stands in for it."""
+    handed = []
+
+    def run_plan(plan, *tensors):
+        handed.extend(tensor.dtype for tensor in tensors)
+        *read, written = (tensor for tensor in tensors)
+        if len(read) == 1:
+            written.copy_(torch.log_softmax(read[0], -1) if log else torch.softmax(read[0], -1))
+        else:
+            g, y = read
+            written.copy_(g - y.exp() * g.sum(-1, True) if log else y * (g - (g * y).sum(-1, True)))
+
+    monkeypatch.setattr(softmax, "run_plan", run_plan)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(5, 129, generator=generator).to(dtype)[:, :120]
+    g = torch.randn(5, 120, generator=generator).to(result)
+    y = torch.full((5, 120), torch.nan, dtype=result)
+    dx = torch.full((5, 120), torch.nan, dtype=dtype)
+    forward, backward = (
+        ("log_softmax_forward", "log_softmax_backward") if log else ("softmax_forward", "softmax_backward")
+    )
+    getattr(softmax, forward)(x, y)
+    getattr(softmax, backward)(g, y, dx)
+    exact_y = (torch.log_softmax if log else torch.softmax)(x.double(), -1)
+    torch.testing.assert_close(y.double(), exact_y, rtol=2 * torch.finfo(result).eps, atol=1e-6)
+    y64, g64 = y.double(), g.double()
+    exact_dx = g64 - y64.exp() * g64.sum(-1, True) if log else y64 * (g64 - (g64 * y64).sum(-1, True))
+    torch.testing.assert_close(
+        dx.double(), exact_dx, rtol=4 * torch.finfo(dtype).eps, atol=4e-3 if dtype != result else 1e-2
+    )
+    assert len(set(handed)) == 1
+
+
+def test_a_wider_result_than_the_kernels_have_is_refused(launches):
+    with pytest.raises(UnsupportedInput, match="float64"):
+        softmax.softmax_forward(torch.zeros(2, 8), torch.zeros(2, 8, dtype=torch.float64))
+    assert not launches
+
+
 def test_what_the_kernels_do_not_do_is_refused(launches):
     options = CrossEntropyOptions()
 

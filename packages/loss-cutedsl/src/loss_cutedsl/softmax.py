@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
+import torch
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from . import _schedule
@@ -473,12 +474,28 @@ def _run(backward, log, *tensors):
     rows, cols = first.shape
     if rows == 0 or cols == 0:
         return
+    if tensors[-1].dtype != first.dtype:
+        _run_in_float32(backward, log, *tensors)
+        return
     key = (first.get_device(), first.dtype, cols, is_ragged(cols, *tensors), backward, log)
     plan = _plans.get(key)
     if plan is None or rows > _schedule.LARGEST:
         require(first)
         plan = _plans[key] = _plan(*key)
     run_plan(plan, *tensors)
+
+
+def _run_in_float32(backward, log, *tensors):
+    """Launch over tensors whose dtypes differ, which the kernels' vectors do not allow.
+
+    Widening is exact, and the result is rounded to the dtype asked for from the float32 that a kernel would round.
+    """
+    for tensor in tensors:
+        require(tensor)
+    *read, written = tensors
+    result = torch.empty(written.shape, dtype=torch.float32, device=written.device)
+    _run(backward, log, *(tensor.float() for tensor in read), result)
+    written.copy_(result)
 
 
 def run_plan(plan, *tensors):
