@@ -32,20 +32,21 @@ def _schedule(vector: int, warps: int, block: int, hold: int) -> Schedule:
 
 
 # Rows up to `classes` wide: (classes, warps, rounds of a block, rounds held), for 2-byte and for 4-byte elements.
-# Read off sweeps on an H100 (triton 3.6): narrow rows are held whole; wide ones want every lane to have enough vectors
-# in flight and all rows in flight to stay within the L2 cache, so the widest get a processor to themselves.
+# Read off sweeps on an H200 and an H100 (triton 3.6; docs/tuning.md): narrow rows are held whole; wide ones want every
+# lane to have several vectors in flight, and all rows in flight together to stay within the L2 cache, so the widest get
+# a processor to themselves.
 _FORWARD = {
     2: ((512, 1, 1, 2), (1024, 2, 1, 2), (2048, 4, 1, 2), (8192, 8, 2, 2), (None, 8, 4, 4)),
     4: ((256, 1, 1, 2), (512, 2, 1, 2), (1024, 4, 1, 2), (8192, 8, 2, 2), (None, 16, 2, 2)),
 }
 _GRADIENT = {
     2: (
-        (256, 1, 1, 1), (512, 1, 1, 2), (1024, 1, 1, 4), (2048, 2, 1, 4), (4096, 4, 1, 4), (8192, 8, 2, 2),
-        (16384, 16, 1, 4), (65536, 16, 2, 2), (None, 32, 4, 4),
+        (256, 1, 1, 1), (512, 1, 1, 2), (1024, 1, 1, 4), (2048, 2, 1, 4), (4096, 4, 1, 4), (8192, 8, 2, 4),
+        (16384, 8, 2, 2), (32768, 8, 4, 4), (65536, 16, 2, 2), (None, 32, 4, 2),
     ),
     4: (
         (128, 1, 1, 1), (256, 1, 1, 2), (1024, 2, 1, 4), (2048, 4, 1, 4), (4096, 8, 1, 4), (8192, 16, 1, 4),
-        (16384, 16, 2, 4), (None, 32, 2, 4),
+        (None, 16, 4, 4),
     ),
 }  # fmt: skip
 
