@@ -8,7 +8,7 @@ import weakref
 import loss_core
 import pytest
 import torch
-from loss_core.reference.cross_entropy import PIECE
+from loss_core.reference.pieces import PIECE
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -250,8 +250,7 @@ class Allocations(TorchDispatchMode):
 @pytest.fixture
 def one_row_at_a_time(monkeypatch):
     """The pieces of the reference made small, so that whatever is large is not one of them."""
-    monkeypatch.setattr(sys.modules["loss_core.reference.cross_entropy"], "PIECE", 1)
-    monkeypatch.setattr(sys.modules["loss_core.reference.softmax"], "PIECE", 1)
+    monkeypatch.setattr(sys.modules["loss_core.reference.pieces"], "PIECE", 1)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -292,10 +291,9 @@ def test_softmax_makes_its_result_and_its_gradient(op, one_row_at_a_time):
 
 def test_the_reference_holds_no_more_than_it_states(monkeypatch):
     """Five temporaries of PIECE elements, as loss_core.reference says."""
-    reference = sys.modules["loss_core.reference.cross_entropy"]
     assert PIECE == 2**22
     assert "80 MiB in all" in sys.modules["loss_core.reference"].__doc__
-    monkeypatch.setattr(reference, "PIECE", 64 * 1024)
+    monkeypatch.setattr(sys.modules["loss_core.reference.pieces"], "PIECE", 64 * 1024)
     leaf, target = inputs(512, 1024, torch.bfloat16)
     alive = Peak()
     with alive:

@@ -127,7 +127,7 @@ def test_rows_do_not_depend_on_the_pieces(monkeypatch):
     target = torch.tensor([0, -100, 32, 5, 6, 7, 8])
     results = []
     for piece in (1, 33 * 3, 2**22):
-        monkeypatch.setattr(sys.modules["loss_core.reference.cross_entropy"], "PIECE", piece)
+        monkeypatch.setattr(sys.modules["loss_core.reference.pieces"], "PIECE", piece)
         loss = loss_core.cross_entropy(logits, target, label_smoothing=0.1)
         results.append((loss.detach(), *torch.autograd.grad(loss, logits)))
     for other in results[1:]:

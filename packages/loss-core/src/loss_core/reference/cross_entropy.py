@@ -8,7 +8,6 @@ With x a row after scale and softcap, and A = (1 - e) w[y] + (e / V) sum(w) + 2 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +15,7 @@ from torch import Tensor
 
 from loss_core.backend import CrossEntropyForward, CrossEntropyOptions
 from loss_core.dtypes import accumulation_dtype
-
-PIECE = 2**22
-"""Elements converted at a time: 16 MiB in float32, large enough that a GPU is not starved by launches."""
+from loss_core.reference.pieces import pieces
 
 
 class _Targets(NamedTuple):
@@ -48,7 +45,7 @@ def cross_entropy_forward(
     loss = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
     lse = torch.empty_like(loss)
     prediction = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device) if stats else None
-    for rows in _pieces(logits):
+    for rows in pieces(logits):
         scaled = logits[rows].to(dtype) * options.logit_scale
         if prediction is not None:
             prediction[rows] = scaled.argmax(-1)
@@ -81,7 +78,7 @@ def cross_entropy_backward(
     dtype = accumulation_dtype(logits.dtype)
     targets = _targets(target, weight, options.ignore_index, logits.shape[1], dtype)
     factor = (grad_loss if denominator is None else grad_loss / denominator).expand(logits.shape[0])
-    for rows in _pieces(logits):
+    for rows in pieces(logits):
         x = _capped(logits[rows].to(dtype) * options.logit_scale, options.softcap)
         piece = _Targets(*(of[rows] for of in targets))
         grad[rows] = _row_gradient(x, lse[rows], piece, weight, options, factor[rows].unsqueeze(-1))
@@ -110,12 +107,6 @@ def cross_entropy_probabilities(
 
 def _sum(rows: Tensor, denominator: Tensor | None) -> Tensor:
     return rows.sum() if denominator is None else (rows.sum() / denominator).squeeze()
-
-
-def _pieces(logits: Tensor) -> Iterator[slice]:
-    rows, classes = logits.shape
-    step = max(1, PIECE // classes)
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def _targets(target: Tensor, weight: Tensor | None, ignore_index: int, classes: int, dtype: torch.dtype) -> _Targets:
@@ -193,7 +184,7 @@ class _Probabilities(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions
     ) -> Tensor:
         loss = torch.empty(logits.shape[0], dtype=accumulation_dtype(logits.dtype), device=logits.device)
-        for rows in _pieces(logits):
+        for rows in pieces(logits):
             x, lse, mass = _piece(logits[rows], target[rows], weight, options)
             # 0 * inf is NaN, but a class without probability adds nothing.
             loss[rows] = torch.where(mass == 0, 0, mass * (lse - x)).sum(-1)
@@ -210,7 +201,7 @@ class _Probabilities(torch.autograd.Function):
         options: CrossEntropyOptions = ctx.options
         grad_logits = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
         grad_target = torch.empty_like(target) if ctx.needs_input_grad[1] else None
-        for rows in _pieces(logits):
+        for rows in pieces(logits):
             x, lse, mass = _piece(logits[rows], target[rows], weight, options)
             upstream = grad_loss[rows].unsqueeze(-1)
             if grad_logits is not None:

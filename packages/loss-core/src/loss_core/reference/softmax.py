@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from loss_core.dtypes import accumulation_dtype
-from loss_core.reference.cross_entropy import PIECE
+from loss_core.reference.pieces import pieces
 
 
 def softmax_forward(input: Tensor, output: Tensor) -> None:
@@ -21,7 +21,7 @@ def log_softmax_forward(input: Tensor, output: Tensor) -> None:
 
 def softmax_backward(grad_output: Tensor, output: Tensor, grad_input: Tensor) -> None:
     """grad_input = y (g - sum(g y)), y the output and g its gradient. See ``loss_core.backend``."""
-    for rows in _pieces(output):
+    for rows in pieces(output):
         dtype = accumulation_dtype(output.dtype)
         y, g = output[rows].to(dtype), grad_output[rows].to(dtype)
         grad_input[rows] = y * (g - (g * y).sum(-1, keepdim=True))
@@ -29,17 +29,12 @@ def softmax_backward(grad_output: Tensor, output: Tensor, grad_input: Tensor) ->
 
 def log_softmax_backward(grad_output: Tensor, output: Tensor, grad_input: Tensor) -> None:
     """grad_input = g - exp(y) sum(g), y the output and g its gradient. See ``loss_core.backend``."""
-    for rows in _pieces(output):
+    for rows in pieces(output):
         dtype = accumulation_dtype(output.dtype)
         y, g = output[rows].to(dtype), grad_output[rows].to(dtype)
         grad_input[rows] = g - torch.exp(y) * g.sum(-1, keepdim=True)
 
 
 def _forward(input: Tensor, output: Tensor, function) -> None:  # type: ignore[no-untyped-def]
-    for rows in _pieces(input):
+    for rows in pieces(input):
         output[rows] = function(input[rows].to(accumulation_dtype(input.dtype)), -1)
-
-
-def _pieces(rows: Tensor) -> list[slice]:
-    step = max(1, PIECE // max(1, rows.shape[1]))
-    return [slice(start, start + step) for start in range(0, rows.shape[0], step)]
