@@ -14,7 +14,7 @@ from loss_bench.cases import Case, Options
 from loss_bench.check import check
 from loss_bench.inputs import random_inputs
 from loss_bench.peers import requirements
-from loss_bench.runner import CaseRunner, Plan, chosen_backends
+from loss_bench.runner import CaseRunner, Plan, chosen_backends, first_line
 
 CPU = torch.device("cpu")
 CASE = Case("cross_entropy", 4, 10, "float32")
@@ -178,3 +178,8 @@ def test_peers_pass_every_option_on(peer, options, monkeypatch):
         verdict = check(case, call, inputs, grad=True)
         assert verdict.right, verdict.reason
     requirements.lazily.cache_clear()
+
+
+def test_reasons_are_plain_text():
+    error = RuntimeError("\x1b[91m\x1b[1merror[INTERNAL]:\x1b[0m no valid IR\n  at kernel.py")
+    assert first_line(error) == "error[INTERNAL]: no valid IR"

@@ -7,6 +7,7 @@ time, so that a drift of the clocks hits all of them alike.
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -383,5 +384,7 @@ def attempt(action: Callable[[], Result]) -> tuple[Result | None, Failure | None
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message that says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # Compilers colour what they say for a terminal.
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    lines = [line.strip() for line in plain.splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__
