@@ -70,6 +70,8 @@ def cross_entropy_fwd_kernel(
     row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
     head, body = body_of(row_ptr, classes, VECTOR, EDGES)
     # The row's end is asked for before the target has come, and used last.
+    # The blocks before the held part are read without a mask, so they may not reach beyond it.
+    tl.static_assert(BLOCK <= HOLD)
     blocks = tl.cdiv(tl.maximum(body - HOLD, 0), BLOCK)
     held_columns = block_columns(blocks * BLOCK, HOLD, LANES * VECTOR)
     held = tl.load(
@@ -129,6 +131,8 @@ def cross_entropy_fwd_grad_kernel(
     grad_row_ptr = grad_ptr + tl.cast(row, tl.int64) * grad_stride
     head, body = body_of(row_ptr, classes, VECTOR, EDGES)
     # The row's end is asked for before the target has come, and stays in registers between the sweeps.
+    # The blocks before the held part are read without a mask, so they may not reach beyond it.
+    tl.static_assert(BLOCK <= HOLD)
     blocks = tl.cdiv(tl.maximum(body - HOLD, 0), BLOCK)
     held_columns = block_columns(blocks * BLOCK, HOLD, LANES * VECTOR)
     in_held = held_columns < body

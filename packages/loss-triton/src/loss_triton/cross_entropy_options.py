@@ -103,6 +103,8 @@ def cross_entropy_options_fwd_kernel(
     live = target != ignore_index
     row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
     head, body = body_of(row_ptr, classes, VECTOR, EDGES)
+    # The blocks before the held part are read without a mask, so they may not reach beyond it.
+    tl.static_assert(BLOCK <= HOLD)
     blocks = tl.cdiv(tl.maximum(body - HOLD, 0), BLOCK)
     held_columns = block_columns(blocks * BLOCK, HOLD, LANES * VECTOR)
     in_held = held_columns < body

@@ -15,7 +15,8 @@ class Schedule(NamedTuple):
     Attributes:
         lanes: threads of a program.
         block: elements of a row that a program takes at a time.
-        hold: elements at the row's end that it takes first and keeps.
+        hold: elements at the row's end that it takes first and keeps; not less than a block, for the blocks before it
+            are read without a mask.
         warps: warps of a program.
     """
 
@@ -42,7 +43,7 @@ _FORWARD = {
 _GRADIENT = {
     2: (
         (256, 1, 1, 1), (512, 1, 1, 2), (1024, 1, 1, 4), (2048, 2, 1, 4), (4096, 4, 1, 4), (8192, 8, 2, 4),
-        (16384, 8, 2, 2), (32768, 8, 4, 4), (65536, 16, 2, 2), (None, 32, 4, 2),
+        (16384, 8, 2, 2), (32768, 8, 4, 4), (65536, 16, 2, 2), (None, 32, 2, 2),
     ),
     4: (
         (128, 1, 1, 1), (256, 1, 1, 2), (1024, 2, 1, 4), (2048, 4, 1, 4), (4096, 8, 1, 4), (8192, 16, 1, 4),

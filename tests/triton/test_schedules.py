@@ -1,0 +1,39 @@
+"""What the kernels take for granted of the schedules, for every width and element size."""
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from loss_triton import schedules
+
+WIDTHS = sorted({max(1, 2**power + offset) for power in range(21) for offset in (-1, 0, 1)})
+
+
+def of_width(choose, classes, size, vector):
+    if choose is schedules.options_schedule:
+        return choose(classes, vector)
+    return choose(classes, size, vector)
+
+
+@pytest.mark.parametrize(
+    "choose", [schedules.forward_schedule, schedules.gradient_schedule, schedules.options_schedule]
+)
+@pytest.mark.parametrize(("size", "vector"), [(2, 8), (2, 1), (4, 4), (4, 1)])
+def test_blocks_end_within_the_row(choose, size, vector):
+    """The blocks before the held part are read and written without a mask."""
+    for classes in WIDTHS:
+        lanes, block, hold, warps = of_width(choose, classes, size, vector)
+        blocks = max(0, -(-(classes - hold) // block))
+        assert blocks * block <= classes <= blocks * block + hold, (classes, block, hold)
+        assert lanes == 32 * warps
+        for elements in (block, hold):
+            assert elements % (lanes * vector) == 0
+            assert elements & (elements - 1) == 0
+
+
+@pytest.mark.parametrize("vector", [8, 4, 1])
+def test_blocks_of_the_backward(vector):
+    for classes in WIDTHS:
+        lanes, block, warps = schedules.backward_schedule(classes, vector)
+        assert lanes == 32 * warps
+        assert block % (lanes * vector) == 0
