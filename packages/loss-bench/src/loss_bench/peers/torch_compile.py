@@ -70,7 +70,10 @@ def log_softmax(input: Tensor) -> Tensor:
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     # Takes seconds to import, which a table of backends need not wait for.
     import torch._dynamo
+    import torch._inductor.config
 
+    # One kernel a call leaves a pool of compiling processes nothing to do, and a worker that ends leaks its semaphore.
+    torch._inductor.config.compile_threads = 1
     torch._dynamo.config.recompile_limit = _COMPILATIONS
     torch._dynamo.config.accumulated_recompile_limit = _COMPILATIONS
     return torch.compile(function, fullgraph=True, dynamic=False)
