@@ -104,3 +104,12 @@ def test_csv_has_the_names_of_the_json_fields(report):
     rows = list(csv.DictReader(io.StringIO(reporting.to_csv(report))))
     assert rows[1]["median_ms"] == "2.0"
     assert rows[1]["pass"] == "forward+backward"
+
+
+def test_no_path_of_the_machine_is_published(tmp_path):
+    file = tmp_path / "found.json"
+    report = Report(environment={}, settings={}, ceilings={}, backends=[])
+    report.command = ["loss-bench", "run", "cross_entropy", "--json", str(file), "--shape", "4x8"]
+    report.write(file)
+    assert read_report(file).command == ["loss-bench", "run", "cross_entropy", "--json", "found.json", "--shape", "4x8"]
+    assert str(tmp_path) not in file.read_text()

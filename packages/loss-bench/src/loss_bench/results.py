@@ -158,6 +158,8 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object."""
         pairs = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rows"}
+        # Results are published; where a file lay on the machine is nobody's business and makes runs look different.
+        pairs["command"] = [Path(word).name if Path(word).is_absolute() else word for word in self.command]
         return {"schema": SCHEMA, **pairs, "rows": [row.to_json() for row in self.rows]}
 
     def write(self, path: Path) -> None:
