@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from loss_triton import schedules
+from loss_triton import schedules, softmax
 
 WIDTHS = sorted({max(1, 2**power + offset) for power in range(21) for offset in (-1, 0, 1)})
 
@@ -22,10 +22,10 @@ def of_width(choose, classes, size, vector):
 def test_blocks_end_within_the_row(choose, size, vector):
     """The blocks before the held part are read and written without a mask."""
     for classes in WIDTHS:
-        lanes, block, hold, warps = of_width(choose, classes, size, vector)
+        lanes, block, hold = of_width(choose, classes, size, vector)
         blocks = max(0, -(-(classes - hold) // block))
         assert blocks * block <= classes <= blocks * block + hold, (classes, block, hold)
-        assert lanes == 32 * warps
+        assert lanes in (32, 64, 128, 256, 512, 1024)
         for elements in (block, hold):
             assert elements % (lanes * vector) == 0
             assert elements & (elements - 1) == 0
@@ -34,6 +34,20 @@ def test_blocks_end_within_the_row(choose, size, vector):
 @pytest.mark.parametrize("vector", [8, 4, 1])
 def test_blocks_of_the_backward(vector):
     for classes in WIDTHS:
-        lanes, block, warps = schedules.backward_schedule(classes, vector)
-        assert lanes == 32 * warps
+        lanes, block = schedules.backward_schedule(classes, vector)
+        assert lanes in (32, 64, 128, 256, 512, 1024)
         assert block % (lanes * vector) == 0
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_softmax_blocks_end_within_the_row(direction):
+    """A schedule that holds nothing has its rows whole in one block."""
+    for classes in WIDTHS:
+        rows, block, hold, warps = softmax._schedule(direction, classes)
+        if hold == 0:
+            assert classes <= block
+            continue
+        blocks = max(0, -(-(classes - hold) // block))
+        assert blocks * block <= classes <= blocks * block + hold, (classes, block, hold)
+        assert rows == 1
+        assert 32 * warps <= 1024

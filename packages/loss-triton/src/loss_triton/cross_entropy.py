@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 import triton.language as tl
-from loss_core.backend import CrossEntropyForward, CrossEntropyOptions, UnsupportedInput
+from loss_core.backend import CrossEntropyForward, CrossEntropyOptions
 from torch import Tensor
 
 from loss_triton.cross_entropy_options import (
@@ -24,7 +24,7 @@ from loss_triton.cross_entropy_options import (
     cross_entropy_rescale_kernel,
 )
 from loss_triton.denominator import launch_denominator
-from loss_triton.launch import kernel
+from loss_triton.launch import kernel, refuse_float64
 from loss_triton.rows import (
     LOG2_E,
     block_columns,
@@ -259,12 +259,6 @@ def cross_entropy_forward(
     return CrossEntropyForward(loss, lse, denominator, z_loss, prediction, correct)  # type: ignore[arg-type]
 
 
-def refuse_float64(logits: Tensor) -> None:
-    """The kernels compute in float32."""
-    if logits.dtype == torch.float64:
-        raise UnsupportedInput("the Triton kernels take float16, bfloat16 and float32, got float64")
-
-
 def _launch_plain(
     logits: Tensor,
     target: Tensor,
@@ -281,19 +275,19 @@ def _launch_plain(
     key = logits.device.index, logits.dtype, target.dtype
     stride, scalars = logits.stride(0), (options.ignore_index, options.logit_scale)
     if grad is None:
-        lanes, block, hold, warps = forward_schedule(classes, logits.element_size(), vector)
+        lanes, block, hold = forward_schedule(classes, logits.element_size(), vector)
         cross_entropy_fwd_kernel(
             rows, key,
             (logits, target, denominator, finished, row_loss, lse, loss, rows, classes, stride, *scalars),
-            (loss is not None, vector, edges, lanes, block, hold), warps,
+            (loss is not None, vector, edges, lanes, block, hold), lanes,
         )  # fmt: skip
     else:
-        lanes, block, hold, warps = gradient_schedule(classes, logits.element_size(), vector)
+        lanes, block, hold = gradient_schedule(classes, logits.element_size(), vector)
         cross_entropy_fwd_grad_kernel(
             rows, key,
             (logits, target, denominator, finished, row_loss, lse, grad, loss,
              rows, classes, stride, grad.stride(0), *scalars),
-            (vector, edges, lanes, block, hold), warps,
+            (vector, edges, lanes, block, hold), lanes,
         )  # fmt: skip
 
 
@@ -309,7 +303,7 @@ def _launch_options(
 ) -> None:
     rows, classes = logits.shape
     vector, edges = alignment(logits, grad)
-    lanes, block, hold, warps = options_schedule(classes, vector)
+    lanes, block, hold = options_schedule(classes, vector)
     cross_entropy_options_fwd_kernel(
         rows,
         (logits.device.index, logits.dtype, target.dtype),
@@ -318,7 +312,7 @@ def _launch_options(
          options.ignore_index, options.label_smoothing, options.z_loss, options.softcap or 0.0, options.logit_scale),
         (results.loss is not None, weight is not None, options.label_smoothing > 0, options.softcap is not None,
          results.prediction is not None, grad is not None, vector, edges, lanes, block, hold),
-        warps,
+        lanes,
     )  # fmt: skip
 
 
@@ -340,7 +334,7 @@ def cross_entropy_backward(
     if not rows:
         return
     vector, edges = alignment(logits, grad)
-    lanes, block, warps = backward_schedule(classes, vector)
+    lanes, block = backward_schedule(classes, vector)
     cross_entropy_bwd_kernel(
         programs(rows, logits.device),
         (logits.device.index, logits.dtype, target.dtype, grad_loss.dtype, denominator is None),
@@ -349,7 +343,7 @@ def cross_entropy_backward(
          options.ignore_index, options.label_smoothing, options.z_loss, options.softcap or 0.0, options.logit_scale),
         (weight is not None, options.label_smoothing > 0, options.softcap is not None, skip_if_one,
          vector, edges, lanes, block),
-        warps,
+        lanes,
     )  # fmt: skip
 
 
@@ -359,11 +353,11 @@ def cross_entropy_rescale(grad_loss: Tensor, grad: Tensor) -> None:
     if not rows:
         return
     vector, edges = alignment(grad, None)
-    lanes, block, warps = backward_schedule(classes, vector)
+    lanes, block = backward_schedule(classes, vector)
     cross_entropy_rescale_kernel(
         programs(rows, grad.device),
         (grad.device.index, grad.dtype, grad_loss.dtype),
         (grad_loss, grad, rows, classes, grad.stride(0)),
         (vector, edges, lanes, block),
-        warps,
+        lanes,
     )

@@ -69,7 +69,7 @@ def launch_denominator(
         (device.index, target.dtype, None if of_row is None else of_row.dtype),
         (target, of_row, number, denominator, finished, rows, classes, options.ignore_index),
         (kind, 1024 if rows <= 1024 else 8192),
-        warps=4 if rows <= 1024 else 32,
+        threads=128 if rows <= 1024 else 1024,
     )
     return denominator, finished
 

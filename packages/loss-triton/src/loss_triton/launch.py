@@ -14,18 +14,20 @@ from typing import Any
 
 import torch
 import triton
+from loss_core.backend import UnsupportedInput
+from torch import Tensor
 
 _INT32_END = 2**31
-# A program has at most 1024 threads, and AMD's warps have 64.
-_MOST_WARPS = 16 if torch.version.hip else 32
+_WARP = 64 if torch.version.hip else 32
 
 
 class Kernel:
     """A Triton kernel and its compiled binaries.
 
-    Called as ``kernel(programs, key, arguments, constants, warps)``: on a grid of `programs`, with the positional
-    `arguments` and then `constants`, the values of its constexpr parameters. `key` has to tell apart what makes another
-    binary beside the constants: the device, the dtypes of tensors, and which of them are None.
+    Called as ``kernel(programs, key, arguments, constants, threads)``: on a grid of `programs` of so many threads each
+    (at most 1024), with the positional `arguments` and then `constants`, the values of its constexpr parameters. `key`
+    has to tell apart what makes another binary beside the constants: the device, the dtypes of tensors, and which of
+    them are None.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -37,22 +39,29 @@ class Kernel:
         self.__doc__ = function.__doc__
 
     def __call__(
-        self, programs: int, key: Hashable, arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int
+        self, programs: int, key: Hashable, arguments: tuple[Any, ...], constants: tuple[Any, ...], threads: int
     ) -> None:
         wide = False
         for argument in arguments:
             if argument.__class__ is int and argument >= _INT32_END:
                 wide = True
-        binary = self._binaries.get((key, constants, warps, wide))
+        binary = self._binaries.get((key, constants, threads, wide))
         if binary is not None:
             binary[programs, 1, 1](*arguments, *constants)
             return
-        binary = self.jit[programs,](*arguments, *constants, num_warps=min(warps, _MOST_WARPS))
+        binary = self.jit[programs,](*arguments, *constants, num_warps=max(1, threads // _WARP))
         # The interpreter has no binary to keep.
         if binary is not None:
-            self._binaries[key, constants, warps, wide] = binary
+            self._binaries[key, constants, threads, wide] = binary
 
 
 def kernel(function: Callable[..., Any]) -> Kernel:
     """Decorator for a kernel that ``Kernel`` launches."""
     return Kernel(function)
+
+
+def refuse_float64(*tensors: Tensor) -> None:
+    """The kernels compute in float32."""
+    for tensor in tensors:
+        if tensor.dtype == torch.float64:
+            raise UnsupportedInput("the Triton kernels take float16, bfloat16 and float32, got float64")

@@ -17,19 +17,17 @@ class Schedule(NamedTuple):
         block: elements of a row that a program takes at a time.
         hold: elements at the row's end that it takes first and keeps; not less than a block, for the blocks before it
             are read without a mask.
-        warps: warps of a program.
     """
 
     lanes: int
     block: int
     hold: int
-    warps: int
 
 
 def _schedule(vector: int, warps: int, block: int, hold: int) -> Schedule:
     """From rounds, the vectors that a lane has of a block and of the held part."""
     lanes = 32 * warps
-    return Schedule(lanes, lanes * vector * block, lanes * vector * hold, warps)
+    return Schedule(lanes, lanes * vector * block, lanes * vector * hold)
 
 
 # Rows up to `classes` wide: (classes, warps, rounds of a block, rounds held), for 2-byte and for 4-byte elements.
@@ -78,12 +76,12 @@ def options_schedule(classes: int, vector: int) -> Schedule:
 
 
 @lru_cache
-def backward_schedule(classes: int, vector: int) -> tuple[int, int, int]:
-    """Lanes, block and warps of kernels that take no sum over the row."""
+def backward_schedule(classes: int, vector: int) -> tuple[int, int]:
+    """Lanes and block of kernels that take no sum over the row."""
     for warps in (1, 2):
         if classes <= 32 * warps * vector * 2:
-            return 32 * warps, 32 * warps * vector * 2, warps
-    return 128, 128 * vector * 4, 4
+            return 32 * warps, 32 * warps * vector * 2
+    return 128, 128 * vector * 4
 
 
 def programs(rows: int, device: torch.device) -> int:

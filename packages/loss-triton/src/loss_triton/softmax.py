@@ -10,13 +10,11 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from loss_core.backend import UnsupportedInput
 from torch import Tensor
 
-from loss_triton.launch import kernel
+from loss_triton.launch import kernel, refuse_float64
 from loss_triton.rows import LOG2_E, block_columns, body_of, edge_columns, lane_max, lane_sum, online_sum, vectors
 
 
@@ -103,6 +101,8 @@ def softmax_fwd_long_kernel(
     x_row = input_ptr + row * input_stride
     y_row = output_ptr + row * output_stride
     head, body = body_of(x_row, classes, VECTOR, EDGES)
+    # The blocks before the held part are read without a mask, so they may not reach beyond it.
+    tl.static_assert(BLOCK <= HOLD)
     blocks = tl.cdiv(tl.maximum(body - HOLD, 0), BLOCK)
     held_column = block_columns(blocks * BLOCK, HOLD, LANES * VECTOR)
     inside = held_column < body
@@ -212,6 +212,8 @@ def softmax_bwd_long_kernel(
     y_row = output_ptr + row * output_stride
     dx_row = grad_input_ptr + row * grad_input_stride
     head, body = body_of(y_row, classes, VECTOR, EDGES)
+    # The blocks before the held part are read without a mask, so they may not reach beyond it.
+    tl.static_assert(BLOCK <= HOLD)
     blocks = tl.cdiv(tl.maximum(body - HOLD, 0), BLOCK)
     held_column = block_columns(blocks * BLOCK, HOLD, LANES * VECTOR)
     inside = held_column < body
@@ -305,14 +307,6 @@ def _schedule(direction: str, classes: int) -> Schedule:
     return next(schedule for widest, schedule in _LOOPS[direction] if widest is None or classes <= widest)
 
 
-_WARP = 64 if torch.version.hip else 32
-
-
-def warps_of(threads: int) -> int:
-    """Warps of a program of `threads` threads; a program has at most 1024 on every GPU."""
-    return max(1, threads // _WARP)
-
-
 def _vectors_and_edges(classes: int, tensors: tuple[Tensor, ...]) -> tuple[int, bool]:
     """VECTOR and EDGES for rows of all of `tensors`."""
     vector = 4
@@ -326,12 +320,6 @@ def _vectors_and_edges(classes: int, tensors: tuple[Tensor, ...]) -> tuple[int, 
     if classes < 2 * vector or len(starts) > 1 or (len(steps) > 1 and tensors[0].shape[0] > 1):
         return 1, False
     return vector, True
-
-
-def refuse_float64(*tensors: Tensor) -> None:
-    """The kernels compute in float32."""
-    if any(tensor.dtype == torch.float64 for tensor in tensors):
-        raise UnsupportedInput("the Triton kernels take float16, bfloat16 and float32, got float64")
 
 
 def softmax_forward(input: Tensor, output: Tensor) -> None:
@@ -367,12 +355,12 @@ def _forward(input: Tensor, output: Tensor, LOG: bool) -> None:
     if schedule.hold:
         softmax_fwd_long_kernel(
             rows, key, (input, output, classes, *strides),
-            (LOG, schedule.block, schedule.hold, threads, vector, edges), warps_of(threads),
+            (LOG, schedule.block, schedule.hold, threads, vector, edges), threads,
         )  # fmt: skip
     else:
         softmax_fwd_kernel(
             -(-rows // schedule.rows), key, (input, output, rows, classes, *strides),
-            (LOG, schedule.rows, schedule.block, vector, edges), warps_of(threads),
+            (LOG, schedule.rows, schedule.block, vector, edges), threads,
         )  # fmt: skip
 
 
@@ -390,10 +378,10 @@ def _backward(grad_output: Tensor, output: Tensor, grad_input: Tensor, LOG: bool
     if schedule.hold:
         softmax_bwd_long_kernel(
             rows, key, (*tensors, classes, *strides),
-            (LOG, schedule.block, schedule.hold, threads, vector, edges), warps_of(threads),
+            (LOG, schedule.block, schedule.hold, threads, vector, edges), threads,
         )  # fmt: skip
     else:
         softmax_bwd_kernel(
             -(-rows // schedule.rows), key, (*tensors, rows, classes, *strides),
-            (LOG, schedule.rows, schedule.block, vector, edges), warps_of(threads),
+            (LOG, schedule.rows, schedule.block, vector, edges), threads,
         )  # fmt: skip

@@ -18,16 +18,14 @@ import triton.language as tl
 from loss_core.backend import UnsupportedInput
 from torch import Tensor
 
-from loss_triton.launch import kernel
+from loss_triton.launch import kernel, refuse_float64
 from loss_triton.rows import finite_or_zero, vectors
 from loss_triton.softmax import (
     exp,
     input_gradient,
     normalized,
     normalizer_of,
-    refuse_float64,
     summand,
-    warps_of,
 )
 
 
@@ -241,5 +239,5 @@ def _launch(kernel_, tensors: tuple[Tensor, ...], LOG: bool, held: int) -> None:
         (tensors[0].device.index, *(tensor.dtype for tensor in tensors)),
         (*tensors, classes, inner, *strides),
         (LOG, block, block_inner, lanes, vector),
-        warps_of(threads),
+        threads,
     )
