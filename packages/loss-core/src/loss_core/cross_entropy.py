@@ -338,15 +338,12 @@ def _run(
         return CrossEntropyForward(_probabilities(operands, options, backend), operands.input)
     if torch.compiler.is_compiling():
         return _compiled(operands, options, backend, stats)
-    refused = ""
-    for choice in registry.candidates("cross_entropy", operands.input.device, backend):
-        try:
-            return _run_on(choice, operands, options, inplace, stats)
-        except UnsupportedInput as error:
-            if backend is not None:
-                raise
-            refused += f"\n  {choice.name}: {error}"
-    raise UnsupportedInput(f"no backend does this cross_entropy:{refused}")
+    return registry.first_that_can(
+        "cross_entropy",
+        operands.input.device,
+        backend,
+        lambda choice: _run_on(choice, operands, options, inplace, stats),
+    )
 
 
 def _run_on(
@@ -658,20 +655,16 @@ def _(grad_loss, input, target, *_):  # type: ignore[no-untyped-def]
 
 def _first_that_can(call: Any, input: Tensor, reduction: str, backend: str | None) -> Any:
     """`call` with the module of the first candidate whose kernels do not refuse it."""
-    refused = ""
-    for choice in registry.candidates("cross_entropy", input.device, backend):
+
+    def kernels(choice: Backend) -> Any:
         if not hasattr(choice.module, "cross_entropy_forward"):
-            refused += f"\n  {choice.name}: brings its own autograd, which torch.compile does not see"
-            continue
+            raise UnsupportedInput(registry.OWN_AUTOGRAD)
         if reduction not in choice.reductions:
-            refused += f"\n  {choice.name}: knows the reductions {', '.join(choice.reductions)}, got {reduction!r}"
-            continue
-        try:
-            with device_of(input):
-                return call(choice.module)
-        except UnsupportedInput as error:
-            refused += f"\n  {choice.name}: {error}"
-    raise UnsupportedInput(f"no backend does this cross_entropy inside torch.compile:{refused}")
+            raise UnsupportedInput(f"knows the reductions {', '.join(choice.reductions)}, got {reduction!r}")
+        with device_of(input):
+            return call(choice.module)
+
+    return registry.first_that_can("cross_entropy", input.device, backend, kernels, compiled=True)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -14,19 +14,24 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from loss_core.backend import API_VERSION, ENTRY_POINT_GROUP, OPS, REDUCTIONS, BackendUnavailable, UnsupportedInput
 
+T = TypeVar("T")
+
 AUTOMATIC_ORDER = ("triton", "cutedsl", "torch")
 """Backends tried, in this order, for a call that names none."""
+
+OWN_AUTOGRAD = "brings its own autograd, which torch.compile does not see"
+"""Why a ready-made op is refused inside torch.compile."""
 
 # A plug-in that claims one of these names does not get it, wherever it stands on sys.path.
 _OWNERS = {"torch": "loss-core", "triton": "loss-triton", "cutedsl": "loss-cutedsl"}
@@ -303,6 +308,32 @@ def candidates(op: str, device: torch.device, name: str | None) -> tuple[Backend
     if not choice:
         raise BackendUnavailable(f"no installed backend provides {op} on {device}")
     return choice
+
+
+def first_that_can(
+    op: str, device: torch.device, name: str | None, call: Callable[[Backend], T], *, compiled: bool = False
+) -> T:
+    """`call` of the first candidate that does not raise UnsupportedInput.
+
+    Args:
+        op, device, name: as for ``candidates``.
+        call: runs the op on a backend, raising UnsupportedInput before anything is written if it does not do the case.
+        compiled: whether this is inside torch.compile, where nothing but the message tells which backend it was.
+
+    Raises:
+        UnsupportedInput: that of the backend which was named, or one with the reason of every candidate.
+        BackendUnavailable: as ``candidates``.
+    """
+    refused = ""
+    for backend in candidates(op, device, name):
+        try:
+            return call(backend)
+        except UnsupportedInput as error:
+            if name is not None and not compiled:
+                raise
+            refused += f"\n  {backend.name}: {error}"
+    where = " inside torch.compile" if compiled else ""
+    raise UnsupportedInput(f"no backend does this {op}{where}:{refused}")
 
 
 def _explicit(op: str, device: torch.device, name: str) -> Backend:

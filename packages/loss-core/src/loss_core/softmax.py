@@ -18,6 +18,7 @@ from loss_core.canonical import class_dim, device_of, from_rows, to_rows
 from loss_core.columns import from_columns, outer_dims, to_columns
 from loss_core.derivative import first_derivative_only
 from loss_core.dtypes import FLOATING, kind, names
+from loss_core.registry import Backend
 
 
 def softmax(input: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:
@@ -89,21 +90,16 @@ def _default_dtype(input: Tensor) -> torch.dtype:
 def _first_that_can(
     op: str, input: Tensor, dim: int, dtype: torch.dtype, backend: str | None, columns: bool = True
 ) -> Tensor:
-    refused = ""
-    for choice in registry.candidates(op, input.device, backend):
-        try:
-            if hasattr(choice.module, f"{op}_forward"):
-                return _kernels(op, input, dim, dtype, choice.module, columns)
-            with device_of(input):
-                # Widened before, not after: its result is rounded to the dtype that it was given.
-                widened = to_rows(input, dim).to(torch.promote_types(input.dtype, dtype))
-                rows = getattr(choice.module, op)(widened)
-            return from_rows(rows.to(dtype), input.shape, dim)
-        except UnsupportedInput as error:
-            if backend is not None:
-                raise
-            refused += f"\n  {choice.name}: {error}"
-    raise UnsupportedInput(f"no backend does this {op}:{refused}")
+    def run(choice: Backend) -> Tensor:
+        if hasattr(choice.module, f"{op}_forward"):
+            return _kernels(op, input, dim, dtype, choice.module, columns)
+        with device_of(input):
+            # Widened before, not after: its result is rounded to the dtype that it was given.
+            widened = to_rows(input, dim).to(torch.promote_types(input.dtype, dtype))
+            rows = getattr(choice.module, op)(widened)
+        return from_rows(rows.to(dtype), input.shape, dim)
+
+    return registry.first_that_can(op, input.device, backend, run)
 
 
 def _kernels(op: str, input: Tensor, dim: int, dtype: torch.dtype, module: Any, columns: bool) -> Tensor:
@@ -174,15 +170,12 @@ def _(input, op, dim, dtype, backend):  # type: ignore[no-untyped-def]
 def _backward_op(
     grad_output: Tensor, output: Tensor, op: str, dim: int, dtype: torch.dtype, backend: str | None
 ) -> Tensor:
-    refused = ""
-    for choice in registry.candidates(op, output.device, backend):
-        try:
-            if hasattr(choice.module, f"{op}_backward"):
-                return _launch(op, "backward", (grad_output, output), dim, dtype, choice.module, False)
-            refused += f"\n  {choice.name}: brings its own autograd, which torch.compile does not see"
-        except UnsupportedInput as error:
-            refused += f"\n  {choice.name}: {error}"
-    raise UnsupportedInput(f"no backend does this {op} inside torch.compile:{refused}")
+    def run(choice: Backend) -> Tensor:
+        if not hasattr(choice.module, f"{op}_backward"):
+            raise UnsupportedInput(registry.OWN_AUTOGRAD)
+        return _launch(op, "backward", (grad_output, output), dim, dtype, choice.module, False)
+
+    return registry.first_that_can(op, output.device, backend, run, compiled=True)
 
 
 @_backward_op.register_fake
