@@ -9,7 +9,7 @@ import shutil
 import subprocess
 
 import pytest
-from loss_bench.results import Report
+from loss_bench.results import Report, merge
 
 pytest.importorskip("jinja2", reason="the extra loss-bench[report] is not installed")
 pytest.importorskip("matplotlib", reason="the extra loss-bench[report] is not installed")
@@ -111,6 +111,15 @@ def test_page_holds_everything_itself(report):
     assert "gradient <i>is NaN" not in text
     assert not re.search(r"""(src|href)\s*=\s*["'](?!#|data:)""", text.replace('xlink:href="#', ""))
     assert "@import" not in text
+
+
+def test_each_of_two_devices_has_its_plots_and_its_environment(report, make_row):
+    other = Report({"device": "other card", "torch": "2"}, rows=[make_row(device="other card", status="wrong")])
+    text = to_html(merge([report, other]))
+    assert "<h1>loss-bench on fake, other card</h1>" in text
+    assert "Environment of run 2" in text
+    # The plots of the first stay, though the second has nothing to draw.
+    assert text.count("<figure>") == 3
 
 
 def test_plots_are_written_as_png_and_svg(report, tmp_path):

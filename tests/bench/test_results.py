@@ -11,9 +11,12 @@ from importlib import resources
 import pytest
 from loss_bench import report as reporting
 from loss_bench.accuracy import Accuracy
-from loss_bench.results import SCHEMA, STATUSES, Report, Row, read_report
+from loss_bench.cli import app
+from loss_bench.results import SCHEMA, STATUSES, Report, Row, merge, read_report
+from loss_bench.tables import seeds_tables, text_tables
 from loss_bench.train import Curve
 from rich.console import Console
+from typer.testing import CliRunner
 
 SCHEMA_FILE = json.loads((resources.files("loss_bench") / "schema.json").read_text())
 
@@ -32,12 +35,13 @@ def report(make_row):
 
 def test_schema_file_names_every_field():
     row_fields = {field.name.replace("pass_", "pass") for field in fields(Row)}
-    assert set(SCHEMA_FILE["$defs"]["row"]["required"]) == row_fields == set(SCHEMA_FILE["$defs"]["row"]["properties"])
-    curve_fields = {field.name for field in fields(Curve)}
-    assert set(SCHEMA_FILE["$defs"]["curve"]["required"]) == curve_fields
-    accuracy_fields = {field.name for field in fields(Accuracy)}
-    assert set(SCHEMA_FILE["$defs"]["accuracy"]["required"]) == accuracy_fields
-    assert set(SCHEMA_FILE["required"]) == {field.name for field in fields(Report)} | {"schema"}
+    assert set(SCHEMA_FILE["$defs"]["row"]["properties"]) == row_fields
+    assert set(SCHEMA_FILE["$defs"]["curve"]["properties"]) == {field.name for field in fields(Curve)}
+    assert set(SCHEMA_FILE["$defs"]["accuracy"]["properties"]) == {field.name for field in fields(Accuracy)}
+    assert set(SCHEMA_FILE["properties"]) == {field.name for field in fields(Report)} | {"schema"}
+    for part in (SCHEMA_FILE, *(SCHEMA_FILE["$defs"][name] for name in ("row", "curve", "accuracy", "source"))):
+        # What was added later is no duty of the files that are there.
+        assert set(part["required"]) <= set(part["properties"])
     assert SCHEMA_FILE["$id"] == SCHEMA_FILE["properties"]["schema"]["const"] == SCHEMA
     assert tuple(SCHEMA_FILE["$defs"]["status"]["enum"]) == STATUSES
 
@@ -66,11 +70,22 @@ def test_unknown_fields_are_left_out_and_unknown_schemas_refused(report, tmp_pat
         read_report(path)
 
 
+@pytest.mark.parametrize("broken", [{}, {"environment": {}, "rows": [{"op": "x"}]}, {"environment": {}, "rows": [3]}])
+def test_a_file_that_breaks_the_schema_is_named(broken, tmp_path):
+    path = tmp_path / "broken.json"
+    path.write_text(json.dumps({"schema": SCHEMA, **broken}))
+    with pytest.raises(ValueError, match=r"broken.json does not follow 'loss-bench/1'"):
+        read_report(path)
+    result = CliRunner().invoke(app, ["report", str(path)])
+    assert result.exit_code == 2
+    assert "does not follow" in result.output
+
+
 def test_wrong_and_broken_set_the_exit_status_but_missing_does_not(report):
     assert report.has_wrong
     report.rows = [row for row in report.rows if row.status != "wrong"]
     assert not report.has_wrong
-    report.train = [Curve("x", "wrong").to_json()]
+    report.train = [Curve("x", "fake", "a model", "wrong").to_json()]
     assert report.has_wrong
 
 
@@ -85,6 +100,93 @@ def test_markdown_shows_the_fastest_first_and_every_reason(report):
     assert "gradient is NaN" in text
     assert "not run: absent: not installed" in text
     assert len({line.replace("\\|", "").count("|") for line in text.splitlines() if line.startswith("|")}) == 1
+
+
+def two_machines(make_row, tmp_path):
+    """Files of one run each on two devices, written and merged: the seeds' preset, training and errors."""
+    found = []
+    for device, copy, ms in (("fast card", 4000.0, 1.0), ("slow card", 3000.0, 2.0)):
+        rows = [
+            make_row(rows=4096, classes=8192, dtype="float16", pass_=pass_, device=device, median_ms=ms, speedup=1.0,
+                     copy_share=0.5)
+            for pass_ in ("forward", "backward")
+        ]  # fmt: skip
+        rows.append(make_row(rows=4096, classes=8192, dtype="float16", pass_="forward", device=device, backend="off",
+                             status="wrong", reason="NaN"))  # fmt: skip
+        rows.append(make_row(device=device, backend="absent", status="unavailable", reason=f"not on the {device}"))
+        who = ("cross_entropy", 4, 8, "float32", "ordinary", "ours", "d", "1")
+        report = Report({"device": device, "torch": "2"}, {"preset": "seeds"}, {"copy_gb_s": copy}, rows=rows)
+        report.accuracy = [
+            Accuracy(
+                *who, device, result_ulp=ms, result_abs=1e-9, result_ulp_mean=ms, grad_ulp=0.5, grad_ulp_mean=0.1
+            ).to_json()
+        ]
+        report.train = [Curve("ours", device, "a model", losses=[3.0, 2.0], tokens_per_s=1000 / ms).to_json()]
+        path = tmp_path / f"{device}.json"
+        report.write(path)
+        found.append(read_report(path))
+    return merge(found)
+
+
+def test_results_of_two_machines_stay_apart(make_row, tmp_path):
+    text = reporting.to_markdown(two_machines(make_row, tmp_path))
+    titles = [line for line in text.splitlines() if line.startswith("### ")]
+    for title in (
+        "training curves: a model",
+        "accuracy: worst error against float64, in units of rounding",
+        "cross_entropy, forward and backward",
+        "cross_entropy forward",
+    ):
+        assert [t for t in titles if t.startswith(f"### {title} on")] == [
+            f"### {title} on fast card", f"### {title} on slow card",
+        ]  # fmt: skip
+    for words in ("fast card | torch 2 | copy 4000 GB/s", "slow card | torch 2 | copy 3000 GB/s"):
+        assert words in text
+    assert "not run on slow card: absent: not on the slow card" in text
+    assert text.count("| ours | 3.0000 |") == 2
+
+
+def test_merged_files_can_be_read_and_merged_again(make_row, tmp_path):
+    merged = two_machines(make_row, tmp_path)
+    merged.write(tmp_path / "merged.json")
+    again = merge([read_report(tmp_path / "merged.json"), read_report(tmp_path / "slow card.json")])
+    assert [source["environment"]["device"] for source in again.sources] == ["fast card", "slow card", "slow card"]
+    assert len(again.rows) == len(merged.rows)
+    assert len(again.train) == len(again.accuracy) == 2
+    assert len(reporting.machines(again)) == 2
+
+
+def test_the_seeds_tables_have_their_columns_and_show_what_was_wrong(make_row, tmp_path):
+    first, second = seeds_tables(two_machines(make_row, tmp_path).rows)
+    assert list(first.columns) == [
+        "Backend", "Batch", "Vocab", "Dtype", "Forward (ms)", "Speedup", "Backward (ms)", "Speedup",
+    ]  # fmt: skip
+    assert first.lines == [
+        ["torch-nn", "4096", "8192", "float16", "1.000", "1.00", "1.000", "1.00"],
+        ["off", "4096", "8192", "float16", "wrong", "-", "-", "-"],
+    ]
+    assert second.title.endswith("on slow card")
+
+
+def test_the_seeds_tables_appear_wherever_the_file_with_their_preset_stands(make_row):
+    llm = Report({"device": "fake"}, {"preset": "llm"}, rows=[make_row(median_ms=1.0)])
+    seeds = Report({"device": "fake"}, {"preset": "seeds"}, rows=[
+        make_row(rows=4096, classes=16384, dtype="bfloat16", pass_="forward", median_ms=1.0)
+    ])  # fmt: skip
+    for order in ((llm, seeds), (seeds, llm)):
+        (table,) = text_tables(merge(order))
+        assert [line[:4] for line in table.lines] == [["torch-nn", "4096", "16384", "bfloat16"]]
+    assert text_tables(llm) == []
+
+
+def test_files_from_before_curves_named_their_device_are_read(tmp_path):
+    curve, error = Curve("ours", "", "").to_json(), Accuracy(*("x" * 8), "").to_json()
+    del curve["device"], curve["setup"], error["device"]
+    settings = {"steps": 3, "batch": 4, "context": 5, "vocabulary": 256, "layers": 2, "width": 6, "dtype": "float32"}
+    Report({"device": "fake"}, settings, train=[curve], accuracy=[error]).write(tmp_path / "old.json")
+    found = read_report(tmp_path / "old.json")
+    assert found.train[0]["setup"] == "3 steps of 4 x 5 tokens, vocabulary 256, 2 layers of width 6, float32"
+    assert found.train[0]["device"] == found.accuracy[0]["device"] == "fake"
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
@@ -108,8 +210,9 @@ def test_csv_has_the_names_of_the_json_fields(report):
 
 def test_no_path_of_the_machine_is_published(tmp_path):
     file = tmp_path / "found.json"
-    report = Report(environment={}, settings={}, ceilings={}, backends=[])
+    report = Report({"device": "fake"}, settings={"logits": str(tmp_path / "step.safetensors"), "seed": 0})
     report.command = ["loss-bench", "run", "cross_entropy", "--json", str(file), "--shape", "4x8"]
     report.write(file)
     assert read_report(file).command == ["loss-bench", "run", "cross_entropy", "--json", "found.json", "--shape", "4x8"]
+    assert read_report(file).settings == {"logits": "step.safetensors", "seed": 0}
     assert str(tmp_path) not in file.read_text()

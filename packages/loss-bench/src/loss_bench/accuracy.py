@@ -21,6 +21,7 @@ from loss_bench.cases import Case
 from loss_bench.inputs import IGNORE_INDEX
 from loss_bench.measure import poison
 from loss_bench.reference import CrossEntropyRows, mean_denominator, pieces, softmax_gradient, softmax_rows
+from loss_bench.results import device_name
 from loss_bench.runner import attempt
 
 Progress = Callable[[str, float], None]
@@ -33,6 +34,7 @@ class Accuracy:
     Attributes:
         op, rows, classes, dtype, kind: the case.
         backend, distribution, version: who computed it.
+        device: name of the device.
         status, reason: as in ``results.Row``; ``wrong`` where a result is NaN or infinite and the truth is not.
         result_dtype: of the loss or output.
         result_abs, result_ulp: largest error of the loss or output, absolute and in units of its rounding.
@@ -48,6 +50,7 @@ class Accuracy:
     backend: str
     distribution: str
     version: str
+    device: str
     status: str = "ok"
     reason: str = ""
     result_dtype: str = ""
@@ -182,11 +185,15 @@ def make_inputs(case: Case, kind: str, device: torch.device, seed: int) -> tuple
     return logits.to(device), target.to(device)
 
 
+def new_accuracy(case: Case, kind: str, backend: BackendRow, device: str) -> Accuracy:
+    """A row without errors."""
+    who = (backend.name, backend.distribution, backend.version, device)
+    return Accuracy(case.op, case.rows, case.classes, case.dtype, kind, *who)
+
+
 def measure_accuracy(case: Case, kind: str, backend: BackendRow, device: torch.device, seed: int) -> Accuracy:
     """The errors of `backend` on `kind`; never raises for what the backend does."""
-    row = Accuracy(
-        case.op, case.rows, case.classes, case.dtype, kind, backend.name, backend.distribution, backend.version
-    )
+    row = new_accuracy(case, kind, backend, device_name(device))
     if not backend.available or case.backend_op not in backend.ops:
         row.status, row.reason = "unavailable", backend.reason or f"has no {case.op}"
         return row
@@ -226,13 +233,14 @@ def _add_cross_entropy(
     case: Case, logits: Tensor, target: Tensor, loss: Tensor, gradient: Tensor, result: _Errors, grad: _Errors
 ) -> None:
     denominator = mean_denominator(case, target, None)
-    total = torch.zeros((), dtype=torch.float64, device=logits.device)
+    total, terms = torch.zeros(2, dtype=torch.float64, device=logits.device)
     for rows in pieces(case):
         reference = CrossEntropyRows(case, logits[rows], target[rows], None)
         total += reference.loss.sum()
+        terms += reference.loss_terms().sum()
         factor = torch.full_like(reference.loss, 1 / denominator)
         grad.add(gradient[rows], *reference.gradient(factor))
-    result.add(loss, total / denominator)
+    result.add(loss, total / denominator, terms / denominator)
 
 
 def _add_softmax(

@@ -632,8 +632,9 @@ def _progress(quiet: bool) -> Iterator[Any]:
 
 def _deliver(found: Report, json_file: Path | None, markdown: Path | None) -> None:
     found.command = _command()
-    report.print_report(found, _console())
+    # Files first: whoever reads the tables may leave before their end, and that ends this process.
     if json_file is not None:
         found.write(json_file)
     if markdown is not None:
         _write(markdown, report.to_markdown(found))
+    report.print_report(found, _console())

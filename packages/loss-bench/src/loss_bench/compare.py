@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from loss_bench.report import milliseconds
 from loss_bench.results import FAILURES, Report, Row
+from loss_bench.tables import milliseconds
 
 
 @dataclass(frozen=True)

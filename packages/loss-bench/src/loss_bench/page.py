@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from loss_bench import report as reporting
 from loss_bench.plots import plots, to_svg
 from loss_bench.results import Report, Row
+from loss_bench.tables import TextTable, is_failure, state, text_tables
 
 
 @dataclass
@@ -37,28 +39,29 @@ def to_html(report: Report) -> str:
     environment = Environment(loader=PackageLoader("loss_bench", "templates"), autoescape=select_autoescape(["jinja"]))
     return environment.get_template("page.html.jinja").render(
         report=report,
-        header=reporting.header(report),
-        facts=_facts(report),
-        sections=[*_timing_sections(report), *_accuracy_sections(report), *_train_sections(report)],
-        footnotes=reporting.footnotes(report) if report.rows else [],
+        devices=", ".join(dict.fromkeys(source["environment"]["device"] for source in report.all_sources)),
+        machines=reporting.machines(report),
+        sources=[_facts(source) for source in report.all_sources],
+        sections=[*map(_text_section, text_tables(report)), *_timing_sections(report)],
+        footnotes=reporting.footnotes(report),
     )
 
 
-def _facts(report: Report) -> list[tuple[str, str]]:
-    """The environment, a line a fact."""
-    facts: dict[str, Any] = {**report.environment, **report.environment.get("packages", {})}
+def _facts(source: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The environment of one run, a line a fact."""
+    facts: dict[str, Any] = {**source["environment"], **source["environment"].get("packages", {})}
     facts.pop("packages", None)
-    facts |= {name: f"{value:.0f}" for name, value in report.ceilings.items()}
-    facts["command"] = " ".join(report.command)
+    facts |= {name: f"{value:.0f}" for name, value in source["ceilings"].items()}
+    facts |= {"command": " ".join(source["command"]), "created": source["created"]}
     return [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
 
 
 def _timing_sections(report: Report) -> list[_Section]:
     drawn: dict[str, list[str]] = {}
-    for title, figure in plots(report):
-        drawn.setdefault(title.split(" sweep, ")[0], []).append(to_svg(figure))
+    for plot in plots(report):
+        drawn.setdefault(plot.table, []).append(to_svg(plot.figure))
     sections = []
-    for title, rows in reporting.groups(row for row in report.rows if row.status != "unavailable"):
+    for title, rows in reporting.groups(report.rows):
         columns = reporting.filled_columns(rows)
         lines = [[_timing_cell(row, column) for column in columns] for row in rows]
         titles = [(column.title, column.numeric) for column in columns]
@@ -74,7 +77,7 @@ def _timing_cell(row: Row, column: reporting.Column) -> _Cell:
         text = column.cell(row)
         return _Cell(text, text)
     is_time = column.title == "median ms"
-    return _Cell(("n/a" if row.status == "unsupported" else row.status) if is_time else "", kind=row.status)
+    return _Cell(state(row.status) if is_time else "", kind=row.status)
 
 
 def _sort_key(text: str) -> float | str:
@@ -86,31 +89,13 @@ def _sort_key(text: str) -> float | str:
         return ""
 
 
-def _accuracy_sections(report: Report) -> list[_Section]:
-    notes = reporting.accuracy_notes(report)
-    tables = reporting.accuracy_tables(report)
-    return [
-        _Section(title, _titles(columns), _plain_lines(lines), notes if place == len(tables) - 1 else [])
-        for place, (title, columns, lines) in enumerate(tables)
-    ]
-
-
-def _train_sections(report: Report) -> list[_Section]:
-    if not report.train:
-        return []
-    lines = [reporting.train_cells(curve) for curve in report.train]
-    return [_Section("training curves", _titles(reporting.TRAIN_TITLES), _plain_lines(lines))]
-
-
-def _titles(columns: list[str] | tuple[str, ...]) -> list[tuple[str, bool]]:
-    return [(column, place > 0) for place, column in enumerate(columns)]
-
-
-def _plain_lines(lines: list[list[str]]) -> list[list[_Cell]]:
-    return [
+def _text_section(table: TextTable) -> _Section:
+    titles = [(column, place >= table.labels) for place, column in enumerate(table.columns)]
+    lines = [
         [
-            _Cell(text, _sort_key(text) if place else text, "wrong" if "WRONG" in text else "")
-            for place, text in enumerate(line)
+            _Cell(text, _sort_key(text) if numeric else text, "wrong" if is_failure(text) else "")
+            for text, (_, numeric) in zip(line, titles, strict=True)
         ]
-        for line in lines
+        for line in table.lines
     ]
+    return _Section(table.title, titles, lines, list(table.notes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from loss_bench.report import groups
 from loss_bench.results import Report, Row
@@ -19,17 +19,26 @@ _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#
 _SWEEP_LEAST = 3
 
 
-def plots(report: Report) -> list[tuple[str, Figure]]:
-    """(title, figure) of every table that has something to draw."""
+class Plot(NamedTuple):
+    """A figure, its title, and the title of the table whose rows it shows."""
+
+    title: str
+    table: str
+    figure: Figure
+
+
+def plots(report: Report) -> list[Plot]:
+    """The plots of every table that has something to draw."""
     colours = _colours(row for row in report.rows if row.status == "ok")
     found = []
-    for title, rows in groups(row for row in report.rows if row.status == "ok"):
+    for table, members in groups(report.rows):
+        rows = [row for row in members if row.status == "ok"]
         shares = [row for row in rows if row.copy_share is not None]
         if shares:
-            found.append((title, _bars(title, shares, colours)))
-        for (count, dtype), members in _sweeps(shares or rows).items():
-            name = f"{title} sweep, {count} rows, {dtype}"
-            found.append((name, _sweep(name, members, colours)))
+            found.append(Plot(table, table, _bars(table, shares, colours)))
+        for (count, dtype), swept in _sweeps(shares or rows).items():
+            title = f"{table} sweep, {count} rows, {dtype}"
+            found.append(Plot(title, table, _sweep(title, swept, colours)))
     return found
 
 
@@ -112,7 +121,7 @@ def write_plots(report: Report, folder: Path) -> list[Path]:
     """Write every plot as PNG and SVG; the files."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
-    for title, figure in plots(report):
+    for title, _, figure in plots(report):
         stem = "-".join("".join(c if c.isalnum() else " " for c in title).split())
         for ending in ("png", "svg"):
             files.append(folder / f"{stem}.{ending}")

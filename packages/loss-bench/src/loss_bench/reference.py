@@ -59,6 +59,11 @@ class CrossEntropyRows:
             loss = loss + self._options.z_loss * self.lse.square()
         return loss.where(self._keep, 0)
 
+    def loss_terms(self) -> Tensor:
+        """The size of what each row's loss is the difference of: its log-sum-exp and its target's logit."""
+        own = self._x.gather(1, self._target)[:, 0]
+        return (self._own_weight * (self.lse.abs() + own.abs())).where(self._keep, 0)
+
     def gradient(self, upstream: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient d loss / d logits times `upstream` (rows,), and the sum of the absolute values of its terms."""
         smoothing, classes = self._options.label_smoothing, self._x.shape[1]

@@ -13,6 +13,8 @@ A file holds one object::
     rows          [the fields of ``Row``]
     train         [the fields of ``train.Curve``], empty but for ``loss-bench train``
     accuracy      [the fields of ``accuracy.Accuracy``], empty but for ``loss-bench accuracy``
+    sources       [{"environment", "settings", "ceilings", "command", "created"}] of the files that were merged into
+                  this one, empty otherwise; the fields of the same names above are then those of the first
 
 Units are part of the names. A number that does not exist is null. Readers ignore fields that they do not know;
 a change that would mislead such a reader raises the number in ``schema``. The same in the form of a JSON Schema is
@@ -27,7 +29,7 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -148,6 +150,18 @@ class Report:
     created: str = field(
         default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     )
+    sources: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def all_sources(self) -> list[dict[str, Any]]:
+        """``sources``, or what this report would be in those of another."""
+        own = ("environment", "settings", "ceilings", "command", "created")
+        return self.sources or [{name: getattr(self, name) for name in own}]
+
+    @property
+    def presets(self) -> set[str]:
+        """The presets that the rows come from."""
+        return {preset for source in self.all_sources if (preset := source["settings"].get("preset"))}
 
     @property
     def has_wrong(self) -> bool:
@@ -159,7 +173,8 @@ class Report:
         """The report as a JSON object."""
         pairs = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rows"}
         # Results are published; where a file lay on the machine is nobody's business and makes runs look different.
-        pairs["command"] = [Path(word).name if Path(word).is_absolute() else word for word in self.command]
+        pairs["command"] = [_without_folder(word) for word in self.command]
+        pairs["settings"] = {name: _without_folder(value) for name, value in self.settings.items()}
         return {"schema": SCHEMA, **pairs, "rows": [row.to_json() for row in self.rows]}
 
     def write(self, path: Path) -> None:
@@ -168,6 +183,10 @@ class Report:
         unfinished = path.with_name(path.name + ".part")
         unfinished.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
         os.replace(unfinished, path)
+
+
+def _without_folder(value: Any) -> Any:
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 def read_report(path: Path) -> Report:
@@ -184,13 +203,36 @@ def read_report(path: Path) -> Report:
     if schema != SCHEMA:
         raise ValueError(f"{path} is of schema {schema!r}; this version reads {SCHEMA!r}")
     known = {f.name for f in fields(Report)} - {"rows"}
-    return Report(rows=[Row.from_json(row) for row in pairs["rows"]], **{k: v for k, v in pairs.items() if k in known})
+    try:
+        rows = [Row.from_json(row) for row in pairs["rows"]]
+        report = Report(rows=rows, **{name: value for name, value in pairs.items() if name in known})
+        _name_the_device(report)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} does not follow {SCHEMA!r}: {type(error).__name__}: {error}") from error
+    return report
+
+
+def _name_the_device(report: Report) -> None:
+    """Give curves and errors what files written before they named it lack."""
+    for found in report.train + report.accuracy:
+        found.setdefault("device", report.environment["device"])
+    for curve in report.train:
+        if "setup" not in curve:
+            curve["setup"] = training_setup(report.settings)
+
+
+def training_setup(size: Mapping[str, Any]) -> str:
+    """What was trained, in words, from the fields of ``train.Size``."""
+    return (
+        f"{size['steps']} steps of {size['batch']} x {size['context']} tokens, vocabulary {size['vocabulary']}, "
+        f"{size['layers']} layers of width {size['width']}, {size['dtype']}"
+    )
 
 
 def merge(reports: Sequence[Report]) -> Report:
     """One report of several; of a measurement that more than one of them holds, the last is kept.
 
-    The environment and the ceilings are those of the first; where the rest differ in their device, their rows say so.
+    What is said about a whole run is that of the first; that of all of them is in ``sources``.
 
     Raises:
         ValueError: without reports.
@@ -198,13 +240,24 @@ def merge(reports: Sequence[Report]) -> Report:
     if not reports:
         raise ValueError("no reports to merge")
     first, *rest = reports
-    rows = {row.key: row for found in reports for row in found.rows}
-    backends = {backend["name"]: backend for found in reports for backend in found.backends}
-    curves = [curve for found in reports for curve in found.train]
     if not rest:
         return first
-    accuracy = [row for found in reports for row in found.accuracy]
-    return replace(first, rows=list(rows.values()), backends=list(backends.values()), train=curves, accuracy=accuracy)
+    return replace(
+        first,
+        rows=list({row.key: row for found in reports for row in found.rows}.values()),
+        backends=_last_of_each([pairs for found in reports for pairs in found.backends], ("name",)),
+        train=_last_of_each([curve for found in reports for curve in found.train], ("device", "setup", "backend")),
+        accuracy=_last_of_each(
+            [error for found in reports for error in found.accuracy],
+            ("device", "op", "rows", "classes", "dtype", "kind", "backend"),
+        ),
+        sources=[source for found in reports for source in found.all_sources],
+    )
+
+
+def _last_of_each(found: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Of those that agree in all `names` the last."""
+    return list({tuple(pairs[name] for name in names): pairs for pairs in found}.values())
 
 
 def environment(device: torch.device) -> dict[str, Any]:

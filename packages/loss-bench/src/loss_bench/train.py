@@ -20,6 +20,7 @@ from loss_bench.calls import Call, make_call
 from loss_bench.cases import DTYPES, Case
 from loss_bench.measure import seconds_between, stamp, synchronize
 from loss_bench.model import LanguageModel
+from loss_bench.results import device_name, training_setup
 from loss_bench.runner import attempt
 from loss_bench.tokens import BYTE_VOCABULARY
 
@@ -58,6 +59,8 @@ class Curve:
 
     Attributes:
         backend: its name.
+        device: name of the device.
+        setup: what was trained, in words.
         status, reason: as in ``results.Row``; ``wrong`` if the curve left the first one's.
         losses: of every step.
         tokens_per_s: median over the steps.
@@ -68,6 +71,8 @@ class Curve:
     """
 
     backend: str
+    device: str
+    setup: str
     status: str = "ok"
     reason: str = ""
     losses: list[float] = field(default_factory=list)
@@ -107,12 +112,13 @@ def train_all(
     ``after_each`` is called when a curve has been added and compared with the first.
     """
     data = batches(text, size, device, seed)
+    described = (device_name(device), training_setup(asdict(size)))
     saved: dict[str, Tensor] = {}
     for place, backend in enumerate(backends):
         tensors: dict[str, Tensor] = {}
         tell = partial(_tell, progress, backend, place / len(backends), size.steps * len(backends))
         curve, failure = attempt(partial(train_one, backend, data, size, device, seed, tensors, tell))
-        curves.append(curve or Curve(backend, *(failure or ("error", ""))))
+        curves.append(curve or Curve(backend, *described, *(failure or ("error", ""))))
         saved = saved or tensors
         compare_curves(curves, size)
         after_each()
@@ -154,7 +160,8 @@ def train_one(
         if step % 10 == 0:
             tell(step)
     peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
-    return Curve(backend, "ok", "", losses, rows / _settled(step_s), _settled(loss_s) * 1e3, peak)
+    described = (device_name(device), training_setup(asdict(size)))
+    return Curve(backend, *described, "ok", "", losses, rows / _settled(step_s), _settled(loss_s) * 1e3, peak)
 
 
 def _settled(seconds: Sequence[float]) -> float:
