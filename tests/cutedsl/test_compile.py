@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("tvm_ffi", reason="cutedsl: apache-tvm-ffi is not installed")
 pytest.importorskip("cutlass.cute", reason="cutedsl: nvidia-cutlass-dsl is not installed")
 
+from loss_core.backend import CrossEntropyOptions
 from loss_cutedsl import _schedule, cross_entropy, softmax
 from loss_cutedsl._launch import most_vectors
 
@@ -32,6 +33,26 @@ def shape(cols, dtype):
     return most_vectors(cols, dtype.itemsize, ragged), ragged
 
 
+TARGETS = {64: torch.int64, 32: torch.int32, 8: torch.uint8}
+LOGITS = {"linear": {}, "scaled": {"logit_scale": -1.0}, "softcap": {"softcap": 30.0}}
+
+
+def options(smoothing, logits, reduction="mean"):
+    return CrossEntropyOptions(reduction=reduction, label_smoothing=0.1 if smoothing else 0.0, **LOGITS[logits])
+
+
+def make_forward(machine, variant, schedule, gradient):
+    dtype, cols, target_bits, scalar, weighted, smoothing, logits, stats = variant
+    plan = cross_entropy.make_forward_plan(
+        machine, dtype, cols, schedule, shape(cols, dtype)[1], TARGETS[target_bits], gradient, weighted, None, stats,
+        options(smoothing, logits, "mean" if scalar else "none"),
+    )  # fmt: skip
+    assert callable(plan.launch)
+    assert plan.constants[:2] == (cols, schedule.chunks(shape(cols, dtype)[0]))
+    assert plan.constants[2] <= machine.block_bytes
+    return plan
+
+
 # Widths: a warp to a row, a block, a cluster of two and of four; aligned and ragged.
 # dtype, classes, bits of a target, scalar (always, for the gradient), weight, smoothing, logits, statistics
 @on_every_architecture(
@@ -43,13 +64,9 @@ def shape(cols, dtype):
     (BF16, 1001, 8, True, True, True, "softcap", True),
 )
 def test_forward_with_gradient(machine, variant):
-    dtype, cols, *facts = variant
-    vectors, ragged = shape(cols, dtype)
+    vectors, ragged = shape(variant[1], variant[0])
     schedule = _schedule.held(machine, vectors, 1, cross_entropy.ENTRY_WORDS, ragged)
-    target_bits, *rest = facts
-    plan = cross_entropy.make_forward_plan(machine, dtype, vectors, schedule, ragged, target_bits, True, *rest)
-    assert callable(plan.launch)
-    assert plan.shared_bytes <= machine.block_bytes
+    plan = make_forward(machine, variant, schedule, True)
     assert plan.most_blocks % schedule.cluster == 0
 
 
@@ -62,13 +79,8 @@ def test_forward_with_gradient(machine, variant):
     (BF16, 200, 64, False, False, False, "linear", False),
 )
 def test_forward_without_gradient(machine, variant):
-    dtype, cols, *facts = variant
-    vectors, ragged = shape(cols, dtype)
-    schedule = _schedule.streamed(machine, vectors, ragged, dtype.itemsize)
-    target_bits, *rest = facts
-    plan = cross_entropy.make_forward_plan(machine, dtype, vectors, schedule, ragged, target_bits, False, *rest)
-    assert callable(plan.launch)
-    assert plan.shared_bytes <= machine.block_bytes
+    vectors, ragged = shape(variant[1], variant[0])
+    make_forward(machine, variant, _schedule.streamed(machine, vectors, ragged, variant[0].itemsize), False)
 
 
 @on_every_architecture(
@@ -80,10 +92,13 @@ def test_forward_without_gradient(machine, variant):
     (FP16, 8192, 32, False, False, "scaled"),
 )
 def test_backward(machine, variant):
-    dtype, cols, *facts = variant
+    dtype, cols, target_bits, weighted, smoothing, logits = variant
     vectors, ragged = shape(cols, dtype)
-    schedule = _schedule.direct(machine, vectors)
-    assert callable(cross_entropy.make_backward_plan(machine, dtype, vectors, schedule, ragged, *facts).launch)
+    plan = cross_entropy.make_backward_plan(
+        machine, dtype, cols, _schedule.direct(machine, vectors), ragged, TARGETS[target_bits], weighted,
+        options(smoothing, logits),
+    )  # fmt: skip
+    assert callable(plan.launch)
 
 
 @on_every_architecture((BF16, 8192), (FP16, 1001), (FP32, 50257), (BF16, 1), (FP16, 8192), (FP32, 200))
@@ -91,7 +106,7 @@ def test_rescale(machine, variant):
     dtype, cols = variant
     vectors, ragged = shape(cols, dtype)
     schedule = _schedule.direct(machine, vectors)
-    assert callable(cross_entropy.make_rescale_plan(machine, dtype, vectors, schedule, ragged).launch)
+    assert callable(cross_entropy.make_rescale_plan(machine, dtype, cols, schedule, ragged).launch)
 
 
 # dtype, classes, log, whether rows are held in shared memory

@@ -1,5 +1,7 @@
 """What the host hands to a kernel, and what it returns, with a kernel that does nothing."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ pytest.importorskip("tvm_ffi", reason="cutedsl: apache-tvm-ffi is not installed"
 pytest.importorskip("cutlass.cute", reason="cutedsl: nvidia-cutlass-dsl is not installed")
 
 from loss_core.backend import REDUCTIONS, CrossEntropyOptions, UnsupportedInput
-from loss_cutedsl import _schedule, cross_entropy, softmax
+from loss_cutedsl import _schedule, _workspace, cross_entropy, softmax
 
 PROCESSORS = 132
 
@@ -30,10 +32,19 @@ def launches(monkeypatch):
         monkeypatch.setattr(module, "compiled", compiled)
         monkeypatch.setattr(module, "machine_of", lambda index: _schedule.machine((9, 0), PROCESSORS))
         monkeypatch.setattr(module, "stream_of", lambda index: 0)
-    for plans in ("_forward_plans", "_backward_plans", "_rescale_plans"):
-        monkeypatch.setattr(cross_entropy, plans, {})
+    monkeypatch.setattr(
+        cross_entropy, "empty", lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype)
+    )
+    monkeypatch.setattr(cross_entropy, "workspace", lambda index, stream, blocks: torch.zeros(4, dtype=torch.int32))
     monkeypatch.setattr(softmax, "_plans", {})
-    return made
+    forget_plans()
+    yield made
+    forget_plans()
+
+
+def forget_plans():
+    for plans in (cross_entropy._forward_plan, cross_entropy._backward_plan, cross_entropy._rescale_plan):
+        plans.cache_clear()
 
 
 def operands(rows, cols, reduction, dtype=torch.bfloat16):
@@ -81,9 +92,8 @@ def test_no_rows_give_what_a_sum_over_nothing_gives(launches):
 def test_backward_that_may_have_nothing_to_do_is_a_small_launch(launches):
     logits, target, *_ = operands(4096, 8192, "mean")
     lse, one = torch.zeros(4096), torch.ones(())
-    tiles = (
-        4096 * cross_entropy._backward_plan(0, logits.dtype, 8192, False, target.dtype, False, False, "linear").tiles
-    )
+    plan = cross_entropy._backward_plan(-1, logits.dtype, 8192, False, target.dtype, False, CrossEntropyOptions())
+    tiles = 4096 * plan.tiles
     for options, upstream, skip, blocks in (
         (CrossEntropyOptions(), one, False, tiles),
         (CrossEntropyOptions(), one, True, 4 * PROCESSORS),
@@ -96,9 +106,9 @@ def test_backward_that_may_have_nothing_to_do_is_a_small_launch(launches):
         name, values = launches[-1]
         assert name == "CrossEntropyBackward"
         assert values[1] == 0
-        assert values[14:16] == (blocks, int(skip and blocks != tiles))
+        assert values[12:14] == (blocks, int(skip and blocks != tiles))
     cross_entropy.rescale(one, logits)
-    assert launches[-1][1][6] == 4 * PROCESSORS
+    assert launches[-1][1][4] == 4 * PROCESSORS
 
 
 @pytest.mark.parametrize("layout", ["aligned", "offset", "odd stride", "expanded", "one class"])
@@ -183,3 +193,102 @@ def test_what_the_kernels_do_not_do_is_refused(launches):
     with pytest.raises(UnsupportedInput, match="float64"):
         softmax.softmax_forward(torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64))
     assert not launches
+
+
+def shard_options(**changes):
+    class Options(NamedTuple):
+        ignore_index: int = -100
+        reduction: str = "none"
+        label_smoothing: float = 0.0
+        z_loss: float = 0.0
+        softcap: float | None = None
+        logit_scale: float = 1.0
+        first_class: int = 16
+        total_classes: int | None = 64
+
+    return Options(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "weighted", "stats", "word"),
+    [
+        ({"reduction": "mean"}, False, False, "mean"),
+        ({"z_loss": 0.1}, False, False, "z-loss"),
+        ({"label_smoothing": 0.1}, False, False, "smoothing"),
+        ({}, True, False, "weights"),
+        ({}, False, True, "statistics"),
+    ],
+)
+def test_what_one_shard_does_not_know_is_refused(launches, changes, weighted, stats, word):
+    logits, target, *_ = operands(2, 8, "none")
+    weight = torch.ones(8) if weighted else None
+    with pytest.raises(UnsupportedInput, match=word):
+        cross_entropy.forward(logits, target, weight, None, None, shard_options(**changes), grad=None, stats=stats)
+    if weighted or "label_smoothing" in changes:
+        with pytest.raises(UnsupportedInput, match="shard"):
+            cross_entropy.backward(
+                torch.ones(2), logits, target, weight, torch.zeros(2), None, shard_options(**changes),
+                grad=torch.empty_like(logits), skip_if_one=False,
+            )  # fmt: skip
+    assert not launches
+
+
+def test_a_shard_and_a_whole_vocabulary_differ_in_two_numbers(launches):
+    logits, target, *_ = operands(2, 8, "none")
+    for options in (shard_options(), CrossEntropyOptions(reduction="none")):
+        cross_entropy.forward(logits, target, None, None, None, options, grad=None, stats=False)
+        cross_entropy.backward(
+            torch.ones(2), logits, target, None, torch.zeros(2), None, options,
+            grad=torch.empty_like(logits), skip_if_one=False,
+        )  # fmt: skip
+    assert [values[-7:-5] for _, values in launches] == [(16, 64), (16, 64), (0, 8), (0, 8)]
+
+
+def test_upstream_of_any_shape(launches):
+    logits, target, *_ = operands(2, 8, "mean")
+    for shape in ((), (1,), (1, 1, 1)):
+        upstream = torch.ones(shape)
+        cross_entropy.backward(
+            upstream, logits, target, None, torch.zeros(2), torch.ones(1), CrossEntropyOptions(),
+            grad=torch.empty_like(logits), skip_if_one=True,
+        )  # fmt: skip
+        assert launches[-1][1][:2] == (upstream.data_ptr(), 0)
+
+
+def test_one_kernel_for_options_that_are_numbers(launches):
+    logits, target, *_ = operands(2, 8, "mean")
+    for step in range(2 * cross_entropy.MOST_PLANS):
+        options = CrossEntropyOptions(z_loss=step / 1000)
+        cross_entropy.forward(logits, target, None, None, None, options, grad=None, stats=False)
+    assert cross_entropy._forward_plan.cache_info().currsize == cross_entropy.MOST_PLANS
+    assert len(launches) == 2 * cross_entropy.MOST_PLANS
+
+
+class TestWorkspace:
+    @pytest.fixture(autouse=True)
+    def made(self, monkeypatch):
+        self.capturing = False
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(_workspace, "_zeros", lambda index, blocks: torch.zeros(blocks))
+        monkeypatch.setattr(_workspace, "_lasting_zeros", lambda index: torch.zeros(_workspace.KEPT_BLOCKS))
+        monkeypatch.setattr(_workspace, "_kept", {})
+
+    def test_one_for_each_stream_of_each_device(self):
+        kept = {key: _workspace.workspace(*key, 8) for key in ((0, 0), (0, 64), (1, 0))}
+        assert len({id(tensor) for tensor in kept.values()}) == 3
+        for key, tensor in kept.items():
+            assert _workspace.workspace(*key, 4096) is tensor
+
+    def test_a_captured_graph_has_its_own(self):
+        kept = _workspace.workspace(0, 64, 8)
+        self.capturing = True
+        captured = [_workspace.workspace(0, 64, 8) for _ in range(2)]
+        assert len({id(tensor) for tensor in (kept, *captured)}) == 3
+
+    def test_a_large_grid_has_its_own(self):
+        assert _workspace.workspace(0, 0, 5000).numel() == 5000
+
+    def test_the_handle_of_many_streams_is_not_kept(self):
+        assert _workspace.workspace(0, _workspace.PER_THREAD_STREAM, 8) is not _workspace.workspace(
+            0, _workspace.PER_THREAD_STREAM, 8
+        )

@@ -91,8 +91,9 @@ def test_grid_is_whole_clusters_and_no_more_than_there_are_rows(cluster, rows):
         assert -(-rows // (blocks // cluster)) <= max(_schedule.ROWS_OF_LARGE_CLUSTER, -(-rows * cluster // most))
 
 
-def test_counting_kernels_have_a_word_per_warp():
-    assert _cross_entropy_rows.COUNT_BYTES >= 4 * (_cross_entropy_rows.COUNT_THREADS // 32)
+def test_the_kernel_that_adds_up_weights_has_a_word_per_warp():
+    backward = _cross_entropy_backward
+    assert backward.WEIGHT_SUM_BYTES >= 4 * (backward.WEIGHT_SUM_THREADS // 32)
 
 
 def methods_of(*modules):
@@ -130,6 +131,6 @@ def test_launch_asks_for_shared_memory_where_its_kernel_uses_some():
     modules = (_cross_entropy_forward, _cross_entropy_backward, softmax)
     methods = methods_of(*modules, _cross_entropy_rows, _device)
     found = dict(launches(*modules))
-    assert len(found) == 7
+    assert len(found) == 6
     for kernel, keywords in found.items():
         assert ("smem" in keywords) == uses_shared_memory(kernel, methods), kernel

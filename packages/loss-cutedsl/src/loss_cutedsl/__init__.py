@@ -2,7 +2,8 @@
 
 loss-core finds this module by its entry point; ``loss_core.cross_entropy(..., backend="cutedsl")`` is the way to call
 it. The functions below are the contract of ``loss_core.backend``. Importing this module imports neither the DSL nor
-any kernel: that happens at the first question whether the backend is available, or at the first call.
+any kernel: that happens at the first question whether the backend is available, or at the first call, which then puts
+the op itself in the place of the function here.
 """
 
 from __future__ import annotations
@@ -38,6 +39,21 @@ def unavailable_reason(device: torch.device) -> str | None:
     return _environment.unavailable_reason(device)
 
 
+def _load() -> None:
+    """Put the ops themselves in the place of the functions below: imports cost each call."""
+    from . import cross_entropy, softmax
+
+    globals().update(
+        cross_entropy_forward=cross_entropy.forward,
+        cross_entropy_backward=cross_entropy.backward,
+        cross_entropy_rescale=cross_entropy.rescale,
+        softmax_forward=softmax.softmax_forward,
+        softmax_backward=softmax.softmax_backward,
+        log_softmax_forward=softmax.log_softmax_forward,
+        log_softmax_backward=softmax.log_softmax_backward,
+    )
+
+
 def cross_entropy_forward(
     logits: Tensor,
     target: Tensor,
@@ -50,9 +66,8 @@ def cross_entropy_forward(
     stats: bool,
 ) -> CrossEntropyForward:
     """Loss, and with ``grad`` its gradient too, the logits read once."""
-    from . import cross_entropy
-
-    return cross_entropy.forward(logits, target, weight, byte_lengths, num_items, options, grad=grad, stats=stats)
+    _load()
+    return cross_entropy_forward(logits, target, weight, byte_lengths, num_items, options, grad=grad, stats=stats)
 
 
 def cross_entropy_backward(
@@ -68,43 +83,37 @@ def cross_entropy_backward(
     skip_if_one: bool,
 ) -> None:
     """The gradient recomputed from logits and lse, times the upstream gradient."""
-    from . import cross_entropy
-
-    cross_entropy.backward(
+    _load()
+    cross_entropy_backward(
         grad_loss, logits, target, weight, lse, denominator, options, grad=grad, skip_if_one=skip_if_one
     )
 
 
 def cross_entropy_rescale(grad_loss: Tensor, grad: Tensor) -> None:
     """``grad *= grad_loss``, in place; reads one number where that is 1."""
-    from . import cross_entropy
-
-    cross_entropy.rescale(grad_loss, grad)
+    _load()
+    cross_entropy_rescale(grad_loss, grad)
 
 
 def softmax_forward(input: Tensor, output: Tensor) -> None:
     """``output = softmax(input)`` along the last dimension."""
-    from . import softmax
-
-    softmax.softmax_forward(input, output)
+    _load()
+    softmax_forward(input, output)
 
 
 def softmax_backward(grad_output: Tensor, output: Tensor, grad_input: Tensor) -> None:
     """``grad_input`` of softmax, from its output."""
-    from . import softmax
-
-    softmax.softmax_backward(grad_output, output, grad_input)
+    _load()
+    softmax_backward(grad_output, output, grad_input)
 
 
 def log_softmax_forward(input: Tensor, output: Tensor) -> None:
     """``output = log_softmax(input)`` along the last dimension."""
-    from . import softmax
-
-    softmax.log_softmax_forward(input, output)
+    _load()
+    log_softmax_forward(input, output)
 
 
 def log_softmax_backward(grad_output: Tensor, output: Tensor, grad_input: Tensor) -> None:
     """``grad_input`` of log_softmax, from its output."""
-    from . import softmax
-
-    softmax.log_softmax_backward(grad_output, output, grad_input)
+    _load()
+    log_softmax_backward(grad_output, output, grad_input)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from ._cross_entropy_rows import COUNT_BYTES, COUNT_THREADS, ENTRY_WORDS, CrossEntropyRows
+from ._cross_entropy_rows import ENTRY_WORDS, CrossEntropyRows
 from ._device import (
     StagedRows,
     divide,
@@ -14,13 +14,17 @@ from ._device import (
     load_float,
     load_global,
     pack,
-    select_below,
     store_element,
     store_float,
     store_global,
     unpack,
 )
 from ._schedule import VECTOR_BYTES, Schedule
+
+# The kernel that adds up the class weights: its threads, and its shared memory, a word per warp. The DSL sees only the
+# shared memory that its own allocator hands out, so the launch has to ask for it.
+WEIGHT_SUM_THREADS = 512
+WEIGHT_SUM_BYTES = 128
 
 
 class CrossEntropyBackward(CrossEntropyRows):
@@ -58,11 +62,13 @@ class CrossEntropyBackward(CrossEntropyRows):
         g_denominator: Int64,  # (1,) float32, or null
         g_workspace: Int64,  # (1,) float32, or null
         rows: Int32,
-        cols: Int32,
-        tiles: Int32,
         grid: Int32,
         skip_if_one: Int32,
+        cols: Int32,
+        tiles: Int32,
         ignore_index: Int64,
+        first_class: Int64,
+        total_classes: Int64,
         label_smoothing: Float32,
         z_loss: Float32,
         logit_scale: Float32,
@@ -71,7 +77,7 @@ class CrossEntropyBackward(CrossEntropyRows):
     ):
         if cutlass.const_expr(self.weighted and self.smoothing):
             self.cross_entropy_weight_sum_kernel(g_weight, g_workspace, cols).launch(
-                grid=[1, 1, 1], block=[COUNT_THREADS, 1, 1], smem=COUNT_BYTES, stream=stream
+                grid=[1, 1, 1], block=[WEIGHT_SUM_THREADS, 1, 1], smem=WEIGHT_SUM_BYTES, stream=stream
             )
         self.cross_entropy_backward_kernel(
             g_upstream,
@@ -86,10 +92,12 @@ class CrossEntropyBackward(CrossEntropyRows):
             g_denominator,
             g_workspace,
             rows,
+            skip_if_one,
             cols,
             tiles,
-            skip_if_one,
             ignore_index,
+            first_class,
+            total_classes,
             label_smoothing,
             z_loss,
             logit_scale,
@@ -101,10 +109,10 @@ class CrossEntropyBackward(CrossEntropyRows):
         """The sum of all class weights; one block."""
         thread = cute.arch.thread_idx()[0]
         total = Float32(0.0)
-        for col in cutlass.range(thread, cols, COUNT_THREADS, unroll=4):
+        for col in cutlass.range(thread, cols, WEIGHT_SUM_THREADS, unroll=4):
             total = total + load_float(g_weight + Int64(col) * 4)
         s_base = Int32(cute.arch.get_dyn_smem(Uint32, 128).toint())
-        total = self.sum_block(s_base, thread, COUNT_THREADS, total)
+        total = self.sum_block(s_base, thread, WEIGHT_SUM_THREADS, total)
         if thread == 0:
             store_float(g_workspace, total)
 
@@ -123,10 +131,12 @@ class CrossEntropyBackward(CrossEntropyRows):
         g_denominator: Int64,
         g_workspace: Int64,
         rows: Int32,
+        skip_if_one: Int32,
         cols: Int32,
         tiles: Int32,
-        skip_if_one: Int32,
         ignore_index: Int64,
+        first_class: Int64,
+        total_classes: Int64,
         label_smoothing: Float32,
         z_loss: Float32,
         logit_scale: Float32,
@@ -161,6 +171,8 @@ class CrossEntropyBackward(CrossEntropyRows):
                     rank,
                     Int32(0),
                     g_weight,
+                    first_class,
+                    total_classes,
                     label_smoothing,
                     z_loss,
                     logit_scale,
@@ -171,14 +183,14 @@ class CrossEntropyBackward(CrossEntropyRows):
                     scale = divide(scale, load_float(g_denominator))
                 lse = load_float(g_lse + Int64(row) * 4)
                 highest = divide(lse, facts.unit)
-                y = self.column(target, cols)
+                y = self.column(facts, target)
                 x_y = self.target_logit(g_vectors, phase, y, cols)
                 w_y = self.target_weight(g_weight, y, cols)
                 pull = fma(z_loss * Float32(2.0), lse, facts.confidence * w_y)
                 if cutlass.const_expr(self.smoothing):
                     w_sum = load_float(g_workspace) if cutlass.const_expr(self.weighted) else Float32(cols)
                     pull = fma(facts.share, w_sum, pull)
-                pull = select_below(y, cols, pull, Float32(float("nan"))) * scale
+                pull = self.or_nan(facts, target, pull) * scale
                 self.write_tile(facts, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, highest, pull, scale)
 
     @cute.jit
@@ -230,7 +242,7 @@ class CrossEntropyBackward(CrossEntropyRows):
 
 def backward_arguments():
     """Arguments of CrossEntropyBackward to compile for."""
-    return [*[Int64(0)] * 11, *[Int32(1)] * 5, Int64(-100), *[Float32(1.0)] * 4]
+    return [*[Int64(0)] * 11, *[Int32(1)] * 5, Int64(-100), Int64(0), Int64(1), *[Float32(1.0)] * 4]
 
 
 class CrossEntropyRescale(StagedRows):
@@ -246,9 +258,9 @@ class CrossEntropyRescale(StagedRows):
         g_grad: Int64,  # (R, V)
         grad_stride: Int64,
         rows: Int32,
+        grid: Int32,
         cols: Int32,
         tiles: Int32,
-        grid: Int32,
         stream,
     ):
         self.cross_entropy_rescale_kernel(g_upstream, g_grad, grad_stride, rows, cols, tiles).launch(

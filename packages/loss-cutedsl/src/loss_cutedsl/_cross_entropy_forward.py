@@ -1,24 +1,30 @@
-"""Cross-entropy's forward: the loss, and with it the finished gradient."""
+"""Cross-entropy's forward: the loss, and with it the finished gradient, in one launch."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from ._cross_entropy_rows import COUNT_BYTES, COUNT_THREADS, ENTRY_WORDS, CrossEntropyRows
+from ._cross_entropy_rows import ENTRY_WORDS, CrossEntropyRows, RowFacts
 from ._device import (
     LOWEST,
     add,
+    add_release,
     barrier,
     cluster_barrier,
     commit,
     divide,
-    launch_dependents,
+    exchange_add,
+    load_acquire,
     load_element,
     load_float,
     load_float_below,
     load_integer,
+    load_relaxed_below,
     load_shared,
+    load_shared_word,
     maximum,
     pack,
     ptx,
@@ -28,24 +34,83 @@ from ._device import (
     store_float,
     store_global,
     store_int64,
+    store_shared_word,
+    store_word,
     tree,
     unpack,
     wait,
-    wait_for_previous_launch,
     warp_reduce,
 )
 from ._schedule import VECTOR_BYTES, Schedule
 
-# Where the denominator of a scalar reduction comes from.
-DENOMINATOR_ONE, DENOMINATOR_ROWS, DENOMINATOR_WEIGHTS, DENOMINATOR_BYTES, DENOMINATOR_VALUE, DENOMINATOR_POINTER = (
-    range(6)
-)
+# Where the denominator of a scalar reduction comes from. The counted ones are neighbours.
+(
+    DENOMINATOR_ONE,
+    DENOMINATOR_ROWS,
+    DENOMINATOR_WEIGHTS,
+    DENOMINATOR_BYTES_32,
+    DENOMINATOR_BYTES_64,
+    DENOMINATOR_VALUE,
+    DENOMINATOR_POINTER,
+) = range(7)
 
-# Words of the workspace: partial denominators, then the counter of finished blocks, then partial losses.
-COUNT_BLOCKS = 32
-COUNT_UNROLL = 8
-WORKSPACE_COUNTER = COUNT_BLOCKS
-WORKSPACE_PARTIALS = 64
+# The denominator is counted in slices: at most one a lane of a warp, and so many targets of each a thread at a time.
+MOST_SLICES = 32
+COUNT_UNROLL = 4
+# How often a block looks for slices that others count before it counts them itself. A look takes about a microsecond.
+LOOKS = 32
+
+# Words of the workspace: the slices' sums; the counters of slices and of blocks that are done, which are 0 between
+# launches; the blocks' sums of losses, and of their z-loss parts.
+WORKSPACE_SLICES_DONE = MOST_SLICES
+WORKSPACE_BLOCKS_DONE = MOST_SLICES + 1
+WORKSPACE_SUMS = 64
+SUMS_UNROLL = 8
+
+
+def workspace_words(blocks: int) -> int:
+    """Words of the workspace for a grid of that many blocks (clusters count as one)."""
+    return WORKSPACE_SUMS + 2 * blocks
+
+
+class Operands(NamedTuple):
+    """The tensors and numbers of one launch, for the functions that the kernel is made of."""
+
+    g_logits: Int64
+    logits_stride: Int64
+    g_end: Int64  # of the logits' memory
+    g_grad: Int64
+    grad_stride: Int64
+    g_target: Int64
+    g_bytes: Int64
+    g_items: Int64
+    g_loss: Int64
+    g_lse: Int64
+    g_denominator: Int64
+    g_z_loss: Int64
+    g_prediction: Int64
+    g_correct: Int64
+    g_workspace: Int64
+    rows: Int32
+    row_step: Int32
+    slices: Int32
+    denominator_kind: Int32
+    items: Float32
+    ignore_index: Int64
+    logit_scale: Float32
+
+
+class Cursor(NamedTuple):
+    """The chunk whose copies start next, in the streamed form: ``stages`` chunks ahead of the one that is summed.
+
+    ``target`` is its row's, ``coming_target`` that of the row after: loaded a row before it is asked for.
+    """
+
+    row: Int32
+    chunk: Int32
+    stage: Int32
+    target: Int64
+    coming_target: Int64
 
 
 class CrossEntropyForward(CrossEntropyRows):
@@ -54,6 +119,11 @@ class CrossEntropyForward(CrossEntropyRows):
     Two forms of one kernel. ``gradient``: a stage of shared memory is a row; a persistent grid takes rows in turn and
     starts the next row's copies while it writes the gradient of this one. Without: a stage is a chunk of a row, and
     nothing is held, so that rows of any length stream through.
+
+    The gradient needs the denominator before its first element is written. The first blocks count a slice of the
+    targets each while their first rows are on the way; the others look for the result a bounded number of times and
+    then count for themselves, so that no block waits for one that may not be running. Either way gives the same bits.
+    The sum of the losses is left to the block that is done last.
     """
 
     def __init__(
@@ -69,7 +139,6 @@ class CrossEntropyForward(CrossEntropyRows):
         smoothing: bool,
         logits: str,
         stats: bool,
-        overlap: bool,
     ):
         super().__init__(dtype, schedule, ragged, ENTRY_WORDS)
         self.target_bits = target_bits
@@ -79,7 +148,6 @@ class CrossEntropyForward(CrossEntropyRows):
         self.smoothing = smoothing
         self.logits = logits
         self.stats = stats
-        self.overlap = overlap
 
     @cute.jit
     def __call__(
@@ -98,27 +166,24 @@ class CrossEntropyForward(CrossEntropyRows):
         g_z_loss: Int64,  # () or (R,) float32, or null
         g_prediction: Int64,  # (R,) int64, or null
         g_correct: Int64,  # (R,) bool, or null
-        g_workspace: Int64,  # float32 words, see above
+        g_workspace: Int64,  # words, see above
         rows: Int32,
+        grid: Int32,
+        slices: Int32,
+        denominator_kind: Int32,
+        items: Float32,
         cols: Int32,
         chunks: Int32,
-        grid: Int32,
         shared_bytes: Int32,
-        count_grid: Int32,
-        denominator_kind: Int32,
-        bytes_bits: Int32,
-        items: Float32,
         ignore_index: Int64,
+        first_class: Int64,
+        total_classes: Int64,
         label_smoothing: Float32,
         z_loss: Float32,
         logit_scale: Float32,
         softcap: Float32,
         stream,
     ):
-        if cutlass.const_expr(self.scalar):
-            self.cross_entropy_count_kernel(
-                g_target, g_weight, g_bytes, g_workspace, rows, cols, denominator_kind, bytes_bits, ignore_index
-            ).launch(grid=[count_grid, 1, 1], block=[COUNT_THREADS, 1, 1], smem=COUNT_BYTES, stream=stream)
         self.cross_entropy_forward_kernel(
             g_logits,
             logits_stride,
@@ -126,6 +191,7 @@ class CrossEntropyForward(CrossEntropyRows):
             grad_stride,
             g_target,
             g_weight,
+            g_bytes,
             g_items,
             g_loss,
             g_lse,
@@ -135,12 +201,14 @@ class CrossEntropyForward(CrossEntropyRows):
             g_correct,
             g_workspace,
             rows,
-            cols,
-            chunks,
-            count_grid,
+            slices,
             denominator_kind,
             items,
+            cols,
+            chunks,
             ignore_index,
+            first_class,
+            total_classes,
             label_smoothing,
             z_loss,
             logit_scale,
@@ -151,77 +219,10 @@ class CrossEntropyForward(CrossEntropyRows):
             cluster=[self.cluster, 1, 1] if self.cluster > 1 else None,
             smem=shared_bytes,
             stream=stream,
-            use_pdl=self.scalar and self.overlap,
             min_blocks_per_mp=self.schedule.blocks,
             # Shared memory is where the rows are; and stating it spares the compiler the question to a device.
             preferred_smem_carveout=100,
         )
-
-    # Denominator
-
-    @cute.kernel
-    def cross_entropy_count_kernel(
-        self,
-        g_target: Int64,
-        g_weight: Int64,
-        g_bytes: Int64,
-        g_workspace: Int64,
-        rows: Int32,
-        cols: Int32,
-        kind: Int32,
-        bytes_bits: Int32,
-        ignore_index: Int64,
-    ):
-        """Partial denominators, one a block: rows, weights or bytes that are not ignored. Resets the counter."""
-        if cutlass.const_expr(self.overlap):
-            launch_dependents()
-        thread = cute.arch.thread_idx()[0]
-        block = cute.arch.block_idx()[0]
-        blocks = cute.arch.grid_dim()[0]
-        total = Float32(0.0)
-        if (kind >= DENOMINATOR_ROWS) & (kind <= DENOMINATOR_BYTES):
-            step = blocks * COUNT_THREADS
-            for start in cutlass.range(block * COUNT_THREADS + thread, rows, step * COUNT_UNROLL, unroll=1):
-                found = []
-                for u in cutlass.range_constexpr(COUNT_UNROLL):
-                    row = start + u * step
-                    target = self.load_target(g_target, row, row < rows, ignore_index)
-                    found.append((row, target))
-                for u in cutlass.range_constexpr(COUNT_UNROLL):
-                    row, target = found[u]
-                    if target != ignore_index:
-                        value = Float32(1.0)
-                        if kind == DENOMINATOR_WEIGHTS:
-                            value = load_float_below(g_weight + target * 4, self.column(target, cols), cols)
-                        if kind == DENOMINATOR_BYTES:
-                            if bytes_bits == 64:
-                                value = Float32(load_integer(64, g_bytes + Int64(row) * 8))
-                            else:
-                                value = Float32(load_integer(32, g_bytes + Int64(row) * 4))
-                        total = total + value
-        s_base = Int32(cute.arch.get_dyn_smem(Uint32, 128).toint())
-        total = self.sum_block(s_base, thread, COUNT_THREADS, total)
-        if thread == 0:
-            store_float(g_workspace + Int64(block) * 4, total)
-            if block == 0:
-                store_float(g_workspace + WORKSPACE_COUNTER * 4, Float32(0.0))
-
-    @cute.jit
-    def denominator(self, g_workspace, g_items, count_grid, kind, items: Float32):
-        """What the sum is divided by; waits for the launch that counts."""
-        if cutlass.const_expr(self.overlap):
-            wait_for_previous_launch()
-        value = Float32(1.0)
-        if (kind >= DENOMINATOR_ROWS) & (kind <= DENOMINATOR_BYTES):
-            lane = cute.arch.thread_idx()[0] % 32
-            value = warp_reduce(load_float_below(g_workspace + Int64(lane) * 4, lane, count_grid), add)
-        if kind == DENOMINATOR_VALUE:
-            value = items
-        if kind == DENOMINATOR_POINTER:
-            value = load_float(g_items)
-        return value
-
-    # The row
 
     @cute.kernel
     def cross_entropy_forward_kernel(
@@ -232,6 +233,7 @@ class CrossEntropyForward(CrossEntropyRows):
         grad_stride: Int64,
         g_target: Int64,
         g_weight: Int64,
+        g_bytes: Int64,
         g_items: Int64,
         g_loss: Int64,
         g_lse: Int64,
@@ -241,12 +243,14 @@ class CrossEntropyForward(CrossEntropyRows):
         g_correct: Int64,
         g_workspace: Int64,
         rows: Int32,
-        cols: Int32,
-        chunks: Int32,
-        count_grid: Int32,
+        slices: Int32,
         denominator_kind: Int32,
         items: Float32,
+        cols: Int32,
+        chunks: Int32,
         ignore_index: Int64,
+        first_class: Int64,
+        total_classes: Int64,
         label_smoothing: Float32,
         z_loss: Float32,
         logit_scale: Float32,
@@ -259,166 +263,317 @@ class CrossEntropyForward(CrossEntropyRows):
         held = chunks if cutlass.const_expr(self.gradient) else Int32(1)
         stage_bytes = held * (self.unroll * self.row_threads * VECTOR_BYTES)
         s_slots = s_scratch + self.scratch_bytes + group * (self.stages * stage_bytes) + thread * VECTOR_BYTES
-        g_end = g_logits + (Int64(rows - 1) * logits_stride + Int64(cols)) * self.element_bytes
+        facts = self.row_facts(
+            cols, chunks, first, thread, rank, s_scratch, g_weight, first_class, total_classes,
+            label_smoothing, z_loss, logit_scale, softcap,
+        )  # fmt: skip
+        it = Operands(
+            g_logits=g_logits,
+            logits_stride=logits_stride,
+            g_end=g_logits + (Int64(rows - 1) * logits_stride + Int64(cols)) * self.element_bytes,
+            g_grad=g_grad,
+            grad_stride=grad_stride,
+            g_target=g_target,
+            g_bytes=g_bytes,
+            g_items=g_items,
+            g_loss=g_loss,
+            g_lse=g_lse,
+            g_denominator=g_denominator,
+            g_z_loss=g_z_loss,
+            g_prediction=g_prediction,
+            g_correct=g_correct,
+            g_workspace=g_workspace,
+            rows=rows,
+            row_step=row_step,
+            slices=slices,
+            denominator_kind=denominator_kind,
+            items=items,
+            ignore_index=ignore_index,
+            logit_scale=logit_scale,
+        )
+        # The first copies come before everything that takes time, and before their targets are known.
         if cutlass.const_expr(self.gradient):
+            self.start_rows(facts, it, s_slots, stage_bytes, first_row)
             self.fill_tails(s_slots, chunks, cols, first, self.lowest())
+        else:
+            cursor = self.start_chunks(facts, it, s_slots, first_row)
+        if cutlass.const_expr(self.scalar):
+            self.count_slice(facts, it)
         if cutlass.const_expr(self.cluster > 1):
             # A block must not write to the shared memory of one that has not started.
             cluster_barrier()
+        denominator = Float32(1.0)
+        if cutlass.const_expr(self.gradient):
+            denominator = self.denominator(facts, it)
+            loss_sum, z_sum = self.held_rows(facts, it, s_slots, stage_bytes, first_row, denominator)
+        else:
+            loss_sum, z_sum = self.streamed_rows(facts, it, s_slots, first_row, cursor)
+        if cutlass.const_expr(self.scalar):
+            self.finish_sum(facts, it, loss_sum, z_sum, denominator)
 
-        facts = self.row_facts(
-            cols, chunks, first, thread, rank, s_scratch, g_weight, label_smoothing, z_loss, logit_scale, softcap
-        )
+    # Denominator
+
+    def counted(self, it):
+        return (it.denominator_kind >= DENOMINATOR_ROWS) & (it.denominator_kind <= DENOMINATOR_BYTES_64)
+
+    @cute.jit
+    def count_slice(self, facts: RowFacts, it: Operands):
+        """Count one slice, if this block is one of those that count, and announce it.
+
+        Only blocks that also report to ``finish_sum`` count: the counter of slices is complete before it is reset.
+        """
+        number = cute.arch.block_idx()[0] // self.cluster
+        if self.counted(it) & (facts.rank == 0) & (number < it.slices):
+            total = self.slice_sum(facts, it, number)
+            if cute.arch.thread_idx()[0] == 0:
+                store_float(it.g_workspace + Int64(number) * 4, total)
+                add_release(it.g_workspace + WORKSPACE_SLICES_DONE * 4, Int32(1))
+
+    @cute.jit
+    def slice_sum(self, facts: RowFacts, it: Operands, number: Int32):
+        """Rows, weights or bytes of a slice's rows that are not ignored; the same bits whichever block adds them."""
+        thread = cute.arch.thread_idx()[0]
+        step = it.slices * self.threads
+        total = Float32(0.0)
+        for start in cutlass.range(number * self.threads + thread, it.rows, step * COUNT_UNROLL, unroll=1):
+            targets = []
+            for u in cutlass.range_constexpr(COUNT_UNROLL):
+                row = start + u * step
+                targets.append(self.load_target(it.g_target, row, row < it.rows, it.ignore_index))
+            for u in cutlass.range_constexpr(COUNT_UNROLL):
+                target = targets[u]
+                row = Int64(start + u * step)
+                if target != it.ignore_index:
+                    value = Float32(1.0)
+                    if cutlass.const_expr(self.weighted):
+                        if it.denominator_kind == DENOMINATOR_WEIGHTS:
+                            value = load_float_below(
+                                facts.g_weight + target * 4, self.column(facts, target), facts.cols
+                            )
+                    if it.denominator_kind == DENOMINATOR_BYTES_32:
+                        value = Float32(load_integer(32, it.g_bytes + row * 4))
+                    if it.denominator_kind == DENOMINATOR_BYTES_64:
+                        value = Float32(load_integer(64, it.g_bytes + row * 8))
+                    total = total + value
+        return self.sum_block(facts.s_scratch, thread, self.threads, total)
+
+    @cute.jit
+    def denominator(self, facts: RowFacts, it: Operands):
+        """What the sum is divided by, the same for all threads of all blocks."""
+        value = Float32(1.0)
+        if self.counted(it):
+            thread = cute.arch.thread_idx()[0]
+            if thread == 0:
+                done = Int32(0)
+                for _ in cutlass.range(LOOKS, unroll=1):
+                    if done < it.slices:
+                        done = load_acquire(it.g_workspace + WORKSPACE_SLICES_DONE * 4)
+                store_shared_word(facts.s_scratch, done)
+            barrier()
+            done = load_shared_word(facts.s_scratch)
+            barrier()
+            lane = thread % 32
+            value = load_relaxed_below(it.g_workspace + Int64(lane) * 4, lane, it.slices)
+            if done < it.slices:
+                for number in cutlass.range(it.slices, unroll=1):
+                    total = self.slice_sum(facts, it, number)
+                    if lane == number:
+                        value = total
+            value = warp_reduce(value, add)
+        if it.denominator_kind == DENOMINATOR_VALUE:
+            value = it.items
+        if it.denominator_kind == DENOMINATOR_POINTER:
+            value = load_float(it.g_items)
+        return value
+
+    # Rows held in shared memory, with their gradient
+
+    @cute.jit
+    def start_rows(self, facts: RowFacts, it: Operands, s_slots, stage_bytes, first_row):
+        """Start the copies of the first rows, ignored ones too: to know would take as long as the copies do."""
+        for s in cutlass.range_constexpr(self.stages):
+            row = first_row + s * it.row_step
+            if row < it.rows:
+                g_vectors, phase, vectors = self.span(it.g_logits, it.logits_stride, row, facts.cols)
+                low, high = self.inside(g_vectors, vectors, it.g_logits, it.g_end)
+                s_row = s_slots + s * stage_bytes
+                self.start_row(s_row, g_vectors, facts.first, facts.chunks, low, high)
+                self.copy_edges(s_row, g_vectors, facts.first, phase, vectors, low, high, facts.cols)
+            commit()
+
+    @cute.jit
+    def held_rows(self, facts: RowFacts, it: Operands, s_slots, stage_bytes, first_row, denominator):
+        """Sum each row, write its gradient, and let the next row's copies follow; the rows' losses, added up."""
+        cols, chunks, first = facts.cols, facts.chunks, facts.first
         loss_sum = Float32(0.0)
         z_sum = Float32(0.0)
         parity = Int32(0)
         stage = Int32(0)
-
-        if cutlass.const_expr(self.gradient):
-            for s in cutlass.range_constexpr(self.stages):
-                early_row = first_row + s * row_step
-                early_target = self.load_target(g_target, early_row, early_row < rows, ignore_index)
-                if self.reads(early_target, ignore_index, early_row < rows):
-                    g_vectors, phase, vectors = self.span(g_logits, logits_stride, early_row, cols)
-                    low, high = self.inside(g_vectors, vectors, g_logits, g_end)
-                    s_row = s_slots + s * stage_bytes
-                    self.start_row(s_row, g_vectors, first, chunks, low, high)
-                    self.copy_edges(s_row, g_vectors, first, phase, vectors, low, high, cols)
-                commit()
-        denominator = Float32(1.0)
-        if cutlass.const_expr(self.scalar and self.gradient):
-            denominator = self.denominator(g_workspace, g_items, count_grid, denominator_kind, items)
-
-        if cutlass.const_expr(self.gradient):
-            scale = divide(logit_scale, denominator)
-            target = self.load_target(g_target, first_row, first_row < rows, ignore_index)
-            for row in cutlass.range(first_row, rows, row_step, unroll=1):
-                # Targets are loaded well before they are needed: this row's with the row before.
-                coming_row = row + row_step
-                coming_target = self.load_target(g_target, coming_row, coming_row < rows, ignore_index)
-                next_row = row + self.stages * row_step
-                next_target = coming_target
-                if cutlass.const_expr(self.stages > 1):
-                    next_target = self.load_target(g_target, next_row, next_row < rows, ignore_index)
-                s_row = s_slots + stage * stage_bytes
-                g_vectors, phase, vectors = self.span(g_logits, logits_stride, row, cols)
-                g_out, out_phase, out_vectors = self.span(g_grad, grad_stride, row, cols)
-                y = self.column(target, cols)
-                x_y = Float32(0.0)
-                w_y = Float32(1.0)
-                highest = Float32(LOWEST)
-                total = Float32(1.0)
-                pull = Float32(0.0)
-                lse = Float32(0.0)
-                wait(self.stages - 1)
-                if self.reads(target, ignore_index, True):
-                    x_y = self.target_logit(g_vectors, phase, y, cols)
-                    w_y = self.target_weight(g_weight, y, cols)
-                    self.mask_edges(s_row, first, phase, vectors, chunks * self.unroll, cols, Float32(float("-inf")))
-                    highest, total, x_sum, w_sum, key, index = self.sum_held(facts, s_row, phase)
-                    parity = parity ^ 1
-                    highest, total, x_sum, w_sum, key, index = self.finish(
-                        facts, parity, highest, total, x_sum, w_sum, key, index
-                    )
-                    loss, z_part, lse, pull = self.row_loss(facts, y, x_y, w_y, highest, total, x_sum, w_sum)
-                    if target != ignore_index:
-                        loss_sum = loss_sum + loss
-                        z_sum = z_sum + z_part
-                    if first == 0:
-                        self.write_stats(row, target != ignore_index, y, index, g_prediction, g_correct)
+        scale = divide(it.logit_scale, denominator)
+        target = self.load_target(it.g_target, first_row, first_row < it.rows, it.ignore_index)
+        for row in cutlass.range(first_row, it.rows, it.row_step, unroll=1):
+            # Targets are loaded well before they are needed: this row's with the row before.
+            coming_row = row + it.row_step
+            coming_target = self.load_target(it.g_target, coming_row, coming_row < it.rows, it.ignore_index)
+            next_row = row + self.stages * it.row_step
+            next_target = coming_target
+            if cutlass.const_expr(self.stages > 1):
+                next_target = self.load_target(it.g_target, next_row, next_row < it.rows, it.ignore_index)
+            s_row = s_slots + stage * stage_bytes
+            g_vectors, phase, vectors = self.span(it.g_logits, it.logits_stride, row, cols)
+            g_out, out_phase, out_vectors = self.span(it.g_grad, it.grad_stride, row, cols)
+            y = self.column(facts, target)
+            x_y = Float32(0.0)
+            w_y = Float32(1.0)
+            highest = Float32(LOWEST)
+            total = Float32(1.0)
+            pull = Float32(0.0)
+            lse = Float32(0.0)
+            wait(self.stages - 1)
+            if self.reads(target, it.ignore_index, True):
+                x_y = self.target_logit(g_vectors, phase, y, cols)
+                w_y = self.target_weight(facts.g_weight, y, cols)
+                self.mask_edges(s_row, first, phase, vectors, chunks * self.unroll, cols, Float32(float("-inf")))
+                highest, total, x_sum, w_sum, key, index = self.sum_held(facts, s_row, phase)
+                parity = parity ^ 1
+                highest, total, x_sum, w_sum, key, index = self.finish(
+                    facts, parity, highest, total, x_sum, w_sum, key, index
+                )
+                loss, z_part, lse, pull = self.row_loss(facts, target, y, x_y, w_y, highest, total, x_sum, w_sum)
+                if target != it.ignore_index:
+                    loss_sum = loss_sum + loss
+                    z_sum = z_sum + z_part
                 if first == 0:
-                    store_float(g_lse + Int64(row) * 4, lse)
+                    self.write_stats(row, target != it.ignore_index, y, index, it.g_prediction, it.g_correct)
+            if first == 0:
+                store_float(it.g_lse + Int64(row) * 4, lse)
 
-                g_next, next_phase, next_vectors = self.span(g_logits, logits_stride, next_row, cols)
-                next_low, next_high = self.inside(g_next, next_vectors, g_logits, g_end)
-                if not self.reads(next_target, ignore_index, next_row < rows):
-                    next_low = Int32(0)
-                    next_high = Int32(0)
-                    next_vectors = Int32(0)
-                if target != ignore_index:
-                    self.write_gradient(
-                        facts, s_row, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, highest,
-                        divide(pull * scale, total), scale, g_next, next_low, next_high,
+            g_next, next_phase, next_vectors = self.span(it.g_logits, it.logits_stride, next_row, cols)
+            next_low, next_high = self.inside(g_next, next_vectors, it.g_logits, it.g_end)
+            if not self.reads(next_target, it.ignore_index, next_row < it.rows):
+                next_low = Int32(0)
+                next_high = Int32(0)
+                next_vectors = Int32(0)
+            if target != it.ignore_index:
+                self.write_gradient(
+                    facts, s_row, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, highest,
+                    divide(pull * scale, total), scale, g_next, next_low, next_high,
+                )  # fmt: skip
+            else:
+                self.write_zeros(g_out, out_phase, out_vectors, first, chunks, cols)
+                self.start_row(s_row, g_next, first, chunks, next_low, next_high)
+            target = coming_target
+            self.copy_edges(s_row, g_next, first, next_phase, next_vectors, next_low, next_high, cols)
+            commit()
+            stage = stage + 1
+            if stage == self.stages:
+                stage = Int32(0)
+        return loss_sum, z_sum
+
+    # Rows that stream through shared memory
+
+    @cute.jit
+    def start_chunks(self, facts: RowFacts, it: Operands, s_slots, first_row):
+        """Start the copies of the first chunks, of ignored rows too: to know would take as long as the copies do."""
+        anything = it.ignore_index + Int64(1)
+        cursor = Cursor(first_row, Int32(0), Int32(0), anything, anything)
+        for _ in cutlass.range_constexpr(self.stages):
+            row, chunk, stage, target, coming_target = self.start_chunk(facts, it, s_slots, cursor)
+            cursor = Cursor(row, chunk, stage, anything, anything)
+        row, row_after = cursor.row, cursor.row + it.row_step
+        return Cursor(
+            row,
+            cursor.chunk,
+            cursor.stage,
+            self.load_target(it.g_target, row, row < it.rows, it.ignore_index),
+            self.load_target(it.g_target, row_after, row_after < it.rows, it.ignore_index),
+        )
+
+    @cute.jit
+    def start_chunk(self, facts: RowFacts, it: Operands, s_slots, cursor: Cursor):
+        """Start the copies of the chunk under the cursor, if there is one; move the cursor on."""
+        row, chunk, stage, target, coming_target = cursor
+        if self.reads(target, it.ignore_index, row < it.rows):
+            s_chunk = s_slots + stage * (self.unroll * self.row_threads * VECTOR_BYTES)
+            g_vectors, phase, vectors = self.span(it.g_logits, it.logits_stride, row, facts.cols)
+            low, high = self.inside(g_vectors, vectors, it.g_logits, it.g_end)
+            self.start_part(s_chunk, g_vectors, facts.first, chunk, phase, vectors, low, high, facts.cols)
+        commit()
+        stage = stage + 1
+        if stage == self.stages:
+            stage = Int32(0)
+        chunk = chunk + 1
+        if chunk == facts.chunks:
+            chunk = Int32(0)
+            row = row + it.row_step
+            target = coming_target
+            row_after = row + it.row_step
+            coming_target = self.load_target(it.g_target, row_after, row_after < it.rows, it.ignore_index)
+        return row, chunk, stage, target, coming_target
+
+    @cute.jit
+    def streamed_rows(self, facts: RowFacts, it: Operands, s_slots, first_row, cursor: Cursor):
+        """Sum each row chunk by chunk, and let the copies run ahead; the rows' losses, added up."""
+        ahead_row, ahead_chunk, ahead_stage, ahead_target, coming_target = cursor
+        loss_sum = Float32(0.0)
+        z_sum = Float32(0.0)
+        parity = Int32(0)
+        stage = Int32(0)
+        for row in cutlass.range(first_row, it.rows, it.row_step, unroll=1):
+            target = self.load_target(it.g_target, row, row >= 0, it.ignore_index)
+            g_vectors, phase, vectors = self.span(it.g_logits, it.logits_stride, row, facts.cols)
+            y = self.column(facts, target)
+            x_y = Float32(0.0)
+            w_y = Float32(1.0)
+            live = self.reads(target, it.ignore_index, True)
+            if live:
+                x_y = self.target_logit(g_vectors, phase, y, facts.cols)
+                w_y = self.target_weight(facts.g_weight, y, facts.cols)
+            highest = Float32(LOWEST)
+            total = Float32(0.0)
+            x_sum = Float32(0.0)
+            w_sum = Float32(0.0)
+            key = Float32(float("-inf"))
+            index = self.first_column(facts.first, phase, facts.cols)
+            for chunk in cutlass.range(facts.chunks, unroll=1):
+                wait(self.stages - 1)
+                s_chunk = s_slots + stage * (self.unroll * self.row_threads * VECTOR_BYTES)
+                if live:
+                    self.mask_chunk(facts, s_chunk, chunk, phase, vectors)
+                    highest, total, x_sum, w_sum, key, index = self.absorb(
+                        facts, s_chunk, Int32(0), chunk, phase,
+                        highest, total, x_sum, w_sum, key, index,
                     )  # fmt: skip
-                else:
-                    self.write_zeros(g_out, out_phase, out_vectors, first, chunks, cols)
-                    self.start_row(s_row, g_next, first, chunks, next_low, next_high)
-                target = coming_target
-                self.copy_edges(s_row, g_next, first, next_phase, next_vectors, next_low, next_high, cols)
-                commit()
+                ahead_row, ahead_chunk, ahead_stage, ahead_target, coming_target = self.start_chunk(
+                    facts, it, s_slots, Cursor(ahead_row, ahead_chunk, ahead_stage, ahead_target, coming_target)
+                )
                 stage = stage + 1
                 if stage == self.stages:
                     stage = Int32(0)
-        else:
-            # The cursor of the copies runs `stages` chunks ahead of the chunk that is summed.
-            ahead_row = first_row
-            ahead_chunk = Int32(0)
-            ahead_stage = Int32(0)
-            ahead_target = self.load_target(g_target, first_row, first_row < rows, ignore_index)
-            for _ in cutlass.range_constexpr(self.stages):
-                ahead_row, ahead_chunk, ahead_stage, ahead_target = self.start_chunk(
-                    facts, s_slots, g_logits, logits_stride, g_end, g_target, ignore_index, rows, row_step,
-                    ahead_row, ahead_chunk, ahead_stage, ahead_target,
-                )  # fmt: skip
-            for row in cutlass.range(first_row, rows, row_step, unroll=1):
-                target = self.load_target(g_target, row, row >= 0, ignore_index)
-                g_vectors, phase, vectors = self.span(g_logits, logits_stride, row, cols)
-                y = self.column(target, cols)
-                x_y = Float32(0.0)
-                w_y = Float32(1.0)
-                live = self.reads(target, ignore_index, True)
-                if live:
-                    x_y = self.target_logit(g_vectors, phase, y, cols)
-                    w_y = self.target_weight(g_weight, y, cols)
-                highest = Float32(LOWEST)
-                total = Float32(0.0)
-                x_sum = Float32(0.0)
-                w_sum = Float32(0.0)
-                key = Float32(float("-inf"))
-                index = self.first_column(first, phase, cols)
-                for chunk in cutlass.range(chunks, unroll=1):
-                    wait(self.stages - 1)
-                    s_chunk = s_slots + stage * stage_bytes
-                    if live:
-                        self.mask_chunk(facts, s_chunk, chunk, phase, vectors)
-                        highest, total, x_sum, w_sum, key, index = self.absorb(
-                            facts, s_chunk, Int32(0), chunk, phase,
-                            highest, total, x_sum, w_sum, key, index,
-                        )  # fmt: skip
-                    ahead_row, ahead_chunk, ahead_stage, ahead_target = self.start_chunk(
-                        facts, s_slots, g_logits, logits_stride, g_end, g_target, ignore_index, rows, row_step,
-                        ahead_row, ahead_chunk, ahead_stage, ahead_target,
-                    )  # fmt: skip
-                    stage = stage + 1
-                    if stage == self.stages:
-                        stage = Int32(0)
+            loss = Float32(0.0)
+            z_part = Float32(0.0)
+            lse = Float32(0.0)
+            if live:
+                parity = parity ^ 1
+                highest, total, x_sum, w_sum, key, index = self.finish(
+                    facts, parity, highest, total, x_sum, w_sum, key, index
+                )
+                loss, z_part, lse, pull = self.row_loss(facts, target, y, x_y, w_y, highest, total, x_sum, w_sum)
+            if target == it.ignore_index:
                 loss = Float32(0.0)
                 z_part = Float32(0.0)
-                lse = Float32(0.0)
-                if live:
-                    parity = parity ^ 1
-                    highest, total, x_sum, w_sum, key, index = self.finish(
-                        facts, parity, highest, total, x_sum, w_sum, key, index
-                    )
-                    loss, z_part, lse, pull = self.row_loss(facts, y, x_y, w_y, highest, total, x_sum, w_sum)
-                if target == ignore_index:
-                    loss = Float32(0.0)
-                    z_part = Float32(0.0)
-                loss_sum = loss_sum + loss
-                z_sum = z_sum + z_part
-                if first == 0:
-                    store_float(g_lse + Int64(row) * 4, lse)
-                    if cutlass.const_expr(not self.scalar):
-                        store_float(g_loss + Int64(row) * 4, loss)
-                        if cutlass.const_expr(self.stats):
-                            store_float(g_z_loss + Int64(row) * 4, z_part)
-                    self.write_stats(row, target != ignore_index, y, index, g_prediction, g_correct)
-            if cutlass.const_expr(self.scalar):
-                denominator = self.denominator(g_workspace, g_items, count_grid, denominator_kind, items)
-        if cutlass.const_expr(self.scalar):
-            self.finish_sum(
-                s_scratch, rank, group, loss_sum, z_sum, denominator, g_workspace, g_loss, g_denominator, g_z_loss
-            )
+            loss_sum = loss_sum + loss
+            z_sum = z_sum + z_part
+            if facts.first == 0:
+                store_float(it.g_lse + Int64(row) * 4, lse)
+                if cutlass.const_expr(not self.scalar):
+                    store_float(it.g_loss + Int64(row) * 4, loss)
+                    if cutlass.const_expr(self.stats):
+                        store_float(it.g_z_loss + Int64(row) * 4, z_part)
+                self.write_stats(row, target != it.ignore_index, y, index, it.g_prediction, it.g_correct)
+        return loss_sum, z_sum
+
+    # Parts of a row
 
     def reads(self, target, ignore_index, exists):
         """Whether the logits of a row are looked at: an ignored row's only for its statistics."""
@@ -451,28 +606,6 @@ class CrossEntropyForward(CrossEntropyRows):
                     self.mask_elements(
                         s_chunk + u * (self.row_threads * VECTOR_BYTES), vector, phase, facts.cols, outside
                     )
-
-    @cute.jit
-    def start_chunk(
-        self, facts, s_slots, g_logits, logits_stride, g_end, g_target, ignore_index, rows, row_step, row, chunk, stage,
-        target,
-    ):  # fmt: skip
-        """Start the copies of the chunk under the cursor, if there is one; move the cursor on."""
-        if self.reads(target, ignore_index, row < rows):
-            s_chunk = s_slots + stage * (self.unroll * self.row_threads * VECTOR_BYTES)
-            g_vectors, phase, vectors = self.span(g_logits, logits_stride, row, facts.cols)
-            low, high = self.inside(g_vectors, vectors, g_logits, g_end)
-            self.start_part(s_chunk, g_vectors, facts.first, chunk, phase, vectors, low, high, facts.cols)
-        commit()
-        stage = stage + 1
-        if stage == self.stages:
-            stage = Int32(0)
-        chunk = chunk + 1
-        if chunk == facts.chunks:
-            chunk = Int32(0)
-            row = row + row_step
-            target = self.load_target(g_target, row, row < rows, ignore_index)
-        return row, chunk, stage, target
 
     @cute.jit
     def sum_held(self, facts, s_row, phase):
@@ -607,62 +740,67 @@ class CrossEntropyForward(CrossEntropyRows):
         values = self.gradient_values(facts, raw, vector * self.width - phase, highest, pull, scale)
         self.store_edge(g_out, vector, phase, facts.cols, values)
 
+    # The sum over all rows
+
     @cute.jit
-    def finish_sum(
-        self, s_scratch, rank, group, loss_sum, z_sum, denominator, g_workspace, g_loss, g_denominator, g_z_loss
-    ):
-        """Add the blocks' sums: the last block to finish adds all of them, in the order of the blocks."""
+    def finish_sum(self, facts: RowFacts, it: Operands, loss_sum, z_sum, denominator):
+        """Add the blocks' sums: the block that is done last adds all of them, in the order of the blocks."""
         thread = cute.arch.thread_idx()[0]
         block = cute.arch.block_idx()[0] // self.cluster
         blocks = cute.arch.grid_dim()[0] // self.cluster
+        g_sums = it.g_workspace + WORKSPACE_SUMS * 4
         # Every thread of a row has the row's loss: count it once.
         if thread % self.row_threads != 0:
             loss_sum = Float32(0.0)
             z_sum = Float32(0.0)
-        if rank == 0:
+        if facts.rank == 0:
             barrier()
-            loss_sum = self.sum_block(s_scratch, thread, self.threads, loss_sum)
+            loss_sum = self.sum_block(facts.s_scratch, thread, self.threads, loss_sum)
             if cutlass.const_expr(self.stats):
-                z_sum = self.sum_block(s_scratch, thread, self.threads, z_sum)
-            g_partials = g_workspace + WORKSPACE_PARTIALS * 4
+                z_sum = self.sum_block(facts.s_scratch, thread, self.threads, z_sum)
             if thread == 0:
-                store_float(g_partials + Int64(block) * 4, loss_sum)
+                store_float(g_sums + Int64(block) * 4, loss_sum)
                 if cutlass.const_expr(self.stats):
-                    store_float(g_partials + Int64(blocks + block) * 4, z_sum)
-                before = ptx(
-                    "fence.acq_rel.gpu; atom.acq_rel.gpu.global.add.u32 {$w0}, [{$r0}], 1; fence.acq_rel.gpu;",
-                    [Int32],
-                    [g_workspace + WORKSPACE_COUNTER * 4],
-                )
-                ptx("st.shared.b32 [{$r0}], {$r1};", None, [s_scratch, before])
+                    store_float(g_sums + Int64(blocks + block) * 4, z_sum)
+                store_shared_word(facts.s_scratch, exchange_add(it.g_workspace + WORKSPACE_BLOCKS_DONE * 4, Int32(1)))
             barrier()
-            before = ptx("ld.shared.b32 {$w0}, [{$r0}];", [Int32], [s_scratch])
+            done_before = load_shared_word(facts.s_scratch)
             barrier()
-            if before == blocks - 1:
-                loss = self.sum_block(s_scratch, thread, self.threads, self.sum_partials(g_partials, blocks, thread))
+            if done_before == blocks - 1:
+                if cutlass.const_expr(not self.gradient):
+                    denominator = self.denominator(facts, it)
+                loss = self.sum_block(facts.s_scratch, thread, self.threads, self.sum_blocks(g_sums, blocks, thread))
                 if thread == 0:
-                    store_float(g_loss, divide(loss, denominator))
-                    if g_denominator != 0:
-                        store_float(g_denominator, denominator)
+                    store_float(it.g_loss, divide(loss, denominator))
+                    if it.g_denominator != 0:
+                        store_float(it.g_denominator, denominator)
+                    store_word(it.g_workspace + WORKSPACE_SLICES_DONE * 4, Int32(0))
+                    store_word(it.g_workspace + WORKSPACE_BLOCKS_DONE * 4, Int32(0))
                 if cutlass.const_expr(self.stats):
                     z_part = self.sum_block(
-                        s_scratch,
+                        facts.s_scratch,
                         thread,
                         self.threads,
-                        self.sum_partials(g_partials + Int64(blocks) * 4, blocks, thread),
+                        self.sum_blocks(g_sums + Int64(blocks) * 4, blocks, thread),
                     )
                     if thread == 0:
-                        store_float(g_z_loss, divide(z_part, denominator))
+                        store_float(it.g_z_loss, divide(z_part, denominator))
 
     @cute.jit
-    def sum_partials(self, g_partials, blocks, thread):
+    def sum_blocks(self, g_sums, blocks, thread):
+        """This thread's part of the sum of the blocks' sums."""
         value = Float32(0.0)
-        for i in cutlass.range(thread, blocks, self.threads, unroll=1):
-            value = value + ptx("ld.relaxed.gpu.global.f32 {$w0}, [{$r0}];", [Float32], [g_partials + Int64(i) * 4])
+        for start in cutlass.range(thread, blocks, self.threads * SUMS_UNROLL, unroll=1):
+            sums = []
+            for u in cutlass.range_constexpr(SUMS_UNROLL):
+                number = start + u * self.threads
+                sums.append(load_relaxed_below(g_sums + Int64(number) * 4, number, blocks))
+            value = value + tree(sums, add)
         return value
 
 
 def forward_arguments():
     """Arguments of CrossEntropyForward to compile for."""
     addresses = [Int64(0), Int64(1), Int64(0), Int64(1)] + [Int64(0)] * 11
-    return [*addresses, *[Int32(1)] * 8, Float32(1.0), Int64(-100), *[Float32(1.0)] * 4]
+    counts = [*[Int32(1)] * 4, Float32(1.0), *[Int32(1)] * 3]
+    return [*addresses, *counts, Int64(-100), Int64(0), Int64(1), *[Float32(1.0)] * 4]

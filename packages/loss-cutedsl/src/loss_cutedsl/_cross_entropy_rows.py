@@ -28,17 +28,13 @@ from ._device import (
 # Words that one warp hands to the others of its row: maximum, sum, two plain sums, and the argmax.
 ENTRY_WORDS = 8
 
-# The kernels that add up one number a thread: threads of a block, and shared memory, a word per warp. The DSL sees only
-# the shared memory that its own allocator hands out, so the launch has to ask for it.
-COUNT_THREADS = 512
-COUNT_BYTES = 128
-
 
 class RowFacts(NamedTuple):
     """What stays the same over the rows of one launch.
 
     The kernels work with values t = x / unit, whose powers are exp(x - m) = 2 ** ((t - max t) * power). ``inner`` is
-    the factor of a logit before the softcap ``limit``. ``confidence``, ``share``: 1 - e and e / V.
+    the factor of a logit before the softcap ``limit``. ``confidence``, ``share``: 1 - e and e / V. The columns are the
+    classes from ``first_class`` on, of ``total_classes``: all of them, or one shard of the vocabulary.
     """
 
     cols: Int32
@@ -48,6 +44,8 @@ class RowFacts(NamedTuple):
     rank: Int32
     s_scratch: Int32
     g_weight: Int64
+    first_class: Int64
+    total_classes: Int64
     z_loss: Float32
     confidence: Float32
     share: Float32
@@ -65,7 +63,8 @@ class CrossEntropyRows(StagedRows):
     """
 
     def row_facts(
-        self, cols, chunks, first, thread, rank, s_scratch, g_weight, label_smoothing, z_loss, logit_scale, softcap
+        self, cols, chunks, first, thread, rank, s_scratch, g_weight, first_class, total_classes,
+        label_smoothing, z_loss, logit_scale, softcap,
     ):  # fmt: skip
         linear = self.logits == "linear"
         return RowFacts(
@@ -76,6 +75,8 @@ class CrossEntropyRows(StagedRows):
             rank=rank,
             s_scratch=s_scratch,
             g_weight=g_weight,
+            first_class=first_class,
+            total_classes=total_classes,
             z_loss=z_loss,
             confidence=Float32(1.0) - label_smoothing,
             share=divide(label_smoothing, Float32(cols)),
@@ -101,22 +102,31 @@ class CrossEntropyRows(StagedRows):
         bounded = tanh(raw * facts.inner)
         return fma(Float32(0.0) - bounded, bounded, Float32(1.0))
 
-    def row_loss(self, facts, y, x_y, w_y, highest, total, x_sum, w_sum):
-        """Loss, its z-loss part, lse, and the factor of the probabilities in the gradient; NaN if y is no class."""
+    def row_loss(self, facts, target, y, x_y, w_y, highest, total, x_sum, w_sum):
+        """Loss, its z-loss part, lse, and the factor of the probabilities in the gradient.
+
+        A target of another shard gives lse as loss; one that is no class gives NaN for loss and factor.
+        """
         log_total = log2(total) * Float32(LN2)
         lse = fma(highest, facts.unit, log_total)
         push = facts.confidence * w_y
         loss = push * (log_total - (self.value(facts, x_y, y) - highest) * facts.unit)
+        loss = select_below(y, facts.cols, loss, lse)
         pull = push
         if self.smoothing:
             loss = fma(facts.share, fma(w_sum, lse, Float32(0.0) - x_sum * facts.unit), loss)
             pull = fma(facts.share, w_sum, pull)
         z_part = facts.z_loss * lse * lse
         pull = fma(facts.z_loss * Float32(2.0), lse, pull)
-        nan = Float32(float("nan"))
-        loss = select_below(y, facts.cols, loss + z_part, nan)
-        pull = select_below(y, facts.cols, pull, nan)
-        return loss, z_part, lse, pull
+        return self.or_nan(facts, target, loss + z_part), z_part, lse, self.or_nan(facts, target, pull)
+
+    def or_nan(self, facts, target, value):
+        """``value``, or NaN where the target is no class."""
+        return ptx(
+            "{ .reg .pred p; setp.lt.u64 p, {$r0}, {$r1}; selp.f32 {$w0}, {$r2}, 0f7FC00000, p; }",
+            [Float32],
+            [target, facts.total_classes, value],
+        )
 
     def gradient_values(self, facts, raw, col, highest, pull, scale):
         """Gradient of elements from column ``col`` on, without the target's own term."""
@@ -158,13 +168,13 @@ class CrossEntropyRows(StagedRows):
             [g_target + Int64(row) * (bits // 8), Int32(wanted), otherwise],
         )
 
-    def column(self, target, cols):
-        """A target as Int32; ``cols`` if it is no class, so that one unsigned comparison tells."""
+    def column(self, facts, target):
+        """A target's column; ``cols`` if it has none, so that one unsigned comparison tells."""
         return ptx(
             "{ .reg .pred p; .reg .b64 b; .reg .b32 c; cvt.u64.u32 b, {$r1}; setp.lt.u64 p, {$r0}, b;"
             " cvt.u32.u64 c, {$r0}; selp.b32 {$w0}, c, {$r1}, p; }",
             [Int32],
-            [target, cols],
+            [target - facts.first_class, facts.cols],
         )
 
     def target_logit(self, g_vectors, phase, y, cols):

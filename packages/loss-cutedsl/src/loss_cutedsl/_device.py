@@ -244,7 +244,44 @@ def store_byte(g_address, value):
     ptx("{ .reg .u16 v; cvt.u16.u32 v, {$r1}; st.global.u8 [{$r0}], v; }", None, [g_address, value])
 
 
+def load_shared_word(s_address):
+    return ptx("ld.shared.b32 {$w0}, [{$r0}];", [Int32], [s_address])
+
+
+def store_shared_word(s_address, word):
+    ptx("st.shared.b32 [{$r0}], {$r1};", None, [s_address, word])
+
+
 # Synchronisation
+
+
+def store_word(g_address, word):
+    ptx("st.global.b32 [{$r0}], {$r1};", None, [g_address, word])
+
+
+def load_relaxed_below(g_address, index, bound):
+    """A float32 that another block wrote, or 0 where 0 <= index < bound does not hold."""
+    return ptx(
+        "{ .reg .pred p; setp.lt.u32 p, {$r1}, {$r2}; mov.f32 {$w0}, 0f00000000;"
+        " @p ld.relaxed.gpu.global.f32 {$w0}, [{$r0}]; }",
+        [Float32],
+        [g_address, index, bound],
+    )
+
+
+def load_acquire(g_address):
+    """A counter; what was written before it was counted up can be read afterwards."""
+    return ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", [Int32], [g_address])
+
+
+def add_release(g_address, value):
+    """Count up, after everything that this thread has written."""
+    ptx("red.release.gpu.global.add.u32 [{$r0}], {$r1};", None, [g_address, value])
+
+
+def exchange_add(g_address, value):
+    """Count up, after everything that this thread has written; the counter's value before."""
+    return ptx("atom.acq_rel.gpu.global.add.u32 {$w0}, [{$r0}], {$r1};", [Int32], [g_address, value])
 
 
 def barrier():
@@ -253,15 +290,6 @@ def barrier():
 
 def cluster_barrier():
     ptx("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
-
-
-def launch_dependents():
-    """Let the next launch of the stream start while this one runs (it waits below for our results)."""
-    ptx("griddepcontrol.launch_dependents;")
-
-
-def wait_for_previous_launch():
-    ptx("griddepcontrol.wait;")
 
 
 def shuffle_xor(value, distance, kind=Float32):

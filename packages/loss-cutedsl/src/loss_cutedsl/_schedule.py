@@ -65,7 +65,6 @@ class Machine(NamedTuple):
         block_bytes: shared memory that one block may have.
         processor_bytes: shared memory of a multiprocessor.
         clusters: whether blocks can read and write one another's shared memory.
-        overlap: whether a launch may start while the one before it still runs.
     """
 
     architecture: str
@@ -73,7 +72,6 @@ class Machine(NamedTuple):
     block_bytes: int
     processor_bytes: int
     clusters: bool
-    overlap: bool
 
 
 # Bytes of shared memory that a block may have and that a multiprocessor has, by compute capability.
@@ -99,7 +97,6 @@ def machine(capability: tuple[int, int], processors: int) -> Machine:
         block_bytes=block_bytes,
         processor_bytes=processor_bytes,
         clusters=major in (9, 10),
-        overlap=major >= 9,
     )
 
 

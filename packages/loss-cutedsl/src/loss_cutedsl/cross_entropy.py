@@ -16,6 +16,7 @@ scalar reductions whose denominator is known before the logits are read, is as i
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -26,46 +27,57 @@ from . import _schedule
 from ._compile import compiled
 from ._cross_entropy_backward import CrossEntropyBackward, CrossEntropyRescale, backward_arguments, rescale_arguments
 from ._cross_entropy_forward import (
-    COUNT_BLOCKS,
     COUNT_UNROLL,
-    DENOMINATOR_BYTES,
+    DENOMINATOR_BYTES_32,
+    DENOMINATOR_BYTES_64,
     DENOMINATOR_ONE,
     DENOMINATOR_POINTER,
     DENOMINATOR_ROWS,
     DENOMINATOR_VALUE,
     DENOMINATOR_WEIGHTS,
-    WORKSPACE_PARTIALS,
+    MOST_SLICES,
     CrossEntropyForward,
     forward_arguments,
 )
-from ._cross_entropy_rows import COUNT_THREADS, ENTRY_WORDS
-from ._launch import DTYPES, is_ragged, machine_of, most_vectors, require, stream_of
-from ._schedule import Schedule
+from ._cross_entropy_rows import ENTRY_WORDS
+from ._launch import DTYPES, empty, machine_of, most_vectors, require, stream_of
+from ._schedule import LARGEST, VECTOR_BYTES
+from ._workspace import workspace
 
 TARGET_BITS = {torch.int64: 64, torch.int32: 32, torch.uint8: 8}
 
+# Plans that are kept at a time. A schedule of some option over training steps makes one a step; making one whose
+# kernel is compiled takes some tens of microseconds.
+MOST_PLANS = 512
+
 
 class ForwardPlan(NamedTuple):
-    """A compiled forward and how it is launched.
+    """A compiled forward and how it is launched: everything that does not change between calls of one kind.
 
     Attributes:
         launch: the compiled kernel.
-        schedule: what it was compiled for.
-        chunks: steps over a row.
-        shared_bytes: of a block.
-        most_blocks: blocks that the device holds at a time, a multiple of the cluster.
+        rows_a_block: rows that a block, or a cluster of blocks, takes at a time.
+        cluster: blocks of a cluster.
+        most_blocks: blocks of the grid at most; see ``_schedule.grid_blocks``.
+        waves: rows that a cluster takes at most, or 0 for any number; see ``_schedule.grid_blocks``.
+        slice_rows: targets that a block counts at a time.
+        denominator_kind: what the sum is divided by where no ``num_items`` says it.
         gradient: whether the kernel writes the gradient; False for rows that fit nowhere.
+        constants: the kernel's last arguments.
     """
 
     launch: object
-    schedule: Schedule
-    chunks: int
-    shared_bytes: int
+    rows_a_block: int
+    cluster: int
     most_blocks: int
+    waves: int
+    slice_rows: int
+    denominator_kind: int
     gradient: bool
+    constants: tuple
 
 
-class BackwardPlan(NamedTuple):
+class TiledPlan(NamedTuple):
     """A compiled backward or rescale and how it is launched.
 
     Attributes:
@@ -74,18 +86,18 @@ class BackwardPlan(NamedTuple):
         groups: of threads in a block; each has a tile at a time.
         few_blocks: blocks that keep the device busy, for launches that mostly have nothing to do: a block per tile
             would take longer to start and end than the whole check takes.
+        scalar: whether one upstream gradient is for all rows.
+        weight_sum: whether the kernel needs a word for the sum of the class weights.
+        constants: the kernel's last arguments.
     """
 
     launch: object
     tiles: int
     groups: int
     few_blocks: int
-
-
-# By everything that a plan depends on, the number of classes included and the number of rows not.
-_forward_plans: dict[tuple, ForwardPlan] = {}
-_backward_plans: dict[tuple, BackwardPlan] = {}
-_rescale_plans: dict[tuple, BackwardPlan] = {}
+    scalar: bool
+    weight_sum: bool
+    constants: tuple
 
 
 # Forward
@@ -94,70 +106,73 @@ _rescale_plans: dict[tuple, BackwardPlan] = {}
 def forward(logits, target, weight, byte_lengths, num_items, options, *, grad, stats):
     """``cross_entropy_forward`` of the contract in loss_core.backend."""
     rows, cols = logits.shape
-    ragged = is_ragged(cols, logits) if grad is None else is_ragged(cols, logits, grad)
-    smoothing = options.label_smoothing != 0.0
-    scalar = options.reduction != "none"
-    key = (
-        logits.get_device(), logits.dtype, cols, ragged, target.dtype, grad is not None, scalar, weight is not None,
-        smoothing, _logits_kind(options), stats,
-    )  # fmt: skip
-    plan = _forward_plans.get(key)
-    if plan is None or rows > _schedule.LARGEST:
-        _require(logits, target)
-        if rows == 0:
-            return _empty_forward(logits.device, num_items, options.reduction, stats)
-        plan = _forward_plans[key] = _forward_plan(*key)
-    elif rows == 0:
+    dtype = logits.dtype
+    index = logits.get_device()
+    address, stride = logits.data_ptr(), logits.stride(0)
+    grad_address, grad_stride = (0, 0) if grad is None else (grad.data_ptr(), grad.stride(0))
+    plan = _forward_plan(
+        index,
+        dtype,
+        cols,
+        (address | grad_address | (cols | stride | grad_stride) * dtype.itemsize) % VECTOR_BYTES != 0,
+        target.dtype,
+        grad is not None,
+        weight is not None,
+        None if byte_lengths is None else byte_lengths.dtype,
+        stats,
+        options,
+    )
+    if not 0 < rows <= LARGEST:
+        require(logits)
         return _empty_forward(logits.device, num_items, options.reduction, stats)
-    return run_forward(plan, logits, target, weight, byte_lengths, num_items, options, grad, stats)
+    return run_forward(
+        plan, index, rows, address, stride, grad_address, grad_stride,
+        logits, target, weight, byte_lengths, num_items, options, grad, stats,
+    )  # fmt: skip
 
 
-def run_forward(plan, logits, target, weight, byte_lengths, num_items, options, grad, stats):
+def run_forward(
+    plan, index, rows, address, stride, grad_address, grad_stride,
+    logits, target, weight, byte_lengths, num_items, options, grad, stats,
+):  # fmt: skip
     """Launch a plan: allocate what it returns, and hand over addresses and numbers."""
-    launch, schedule, chunks, shared_bytes, most_blocks, with_gradient = plan
-    rows, cols = logits.shape
-    device = logits.device
-    reduction = options.reduction
+    launch, rows_a_block, cluster, most_blocks, waves, slice_rows, denominator_kind, with_gradient, constants = plan
     float32 = torch.float32
-    grid = _schedule.grid_blocks(schedule, most_blocks, rows)
-    denominator = z_part = prediction = correct = None
-    denominator_kind = DENOMINATOR_ONE
+    stream = stream_of(index)
+    clusters = -(-rows // rows_a_block)
+    if waves:
+        most_blocks = max(most_blocks, -(-rows // waves) * cluster)
+    clusters = min(clusters, most_blocks // cluster)
+    slices = items_address = workspace_address = 0
     items = 1.0
-    items_address = workspace_address = 0
-    count_grid = 1
+    denominator = z_part = prediction = correct = None
     # Results are tensors of their own, not views of one: who changes the loss in place must not touch what is saved.
-    if reduction == "none":
-        lse = torch.empty(rows, dtype=float32, device=device)
-        loss = torch.empty(rows, dtype=float32, device=device)
+    lse = empty((rows,), (1,), float32)
+    if options.reduction == "none":
+        loss = empty((rows,), (1,), float32)
     else:
-        blocks = grid // schedule.cluster
-        buffer = torch.empty(rows + WORKSPACE_PARTIALS + 2 * blocks, dtype=float32, device=device)
-        workspace_address = buffer.data_ptr() + 4 * rows
-        lse = buffer[:rows]
-        loss = torch.empty((), dtype=float32, device=device)
-        if reduction != "sum":
-            if reduction == "byte_mean":
-                denominator_kind = DENOMINATOR_BYTES
-            elif num_items is None:
-                denominator_kind = DENOMINATOR_ROWS if weight is None else DENOMINATOR_WEIGHTS
-            elif isinstance(num_items, torch.Tensor):
+        loss = empty((), (), float32)
+        if options.reduction != "sum":
+            denominator = empty((1,), (1,), float32)
+        if num_items is not None:
+            if isinstance(num_items, torch.Tensor):
                 denominator_kind = DENOMINATOR_POINTER
                 items_address = num_items.data_ptr()
             else:
                 denominator_kind = DENOMINATOR_VALUE
                 items = float(num_items)
-            denominator = torch.empty(1, dtype=float32, device=device)
-            if denominator_kind <= DENOMINATOR_BYTES:
-                count_grid = min(COUNT_BLOCKS, -(-rows // (COUNT_THREADS * COUNT_UNROLL)))
+        slices = min(MOST_SLICES, clusters, -(-rows // slice_rows))
+        workspace_tensor = workspace(index, stream, clusters)
+        workspace_address = workspace_tensor.data_ptr()
     if stats:
         z_part = torch.empty_like(loss)
-        prediction = torch.empty(rows, dtype=torch.int64, device=device)
-        correct = torch.empty(rows, dtype=torch.bool, device=device)
+        prediction = empty((rows,), (1,), torch.int64)
+        correct = empty((rows,), (1,), torch.bool)
     launch(
-        logits.data_ptr(),
-        logits.stride(0),
-        0 if grad is None else grad.data_ptr(),
-        0 if grad is None else grad.stride(0),
+        address,
+        stride,
+        grad_address,
+        grad_stride,
         target.data_ptr(),
         0 if weight is None else weight.data_ptr(),
         0 if byte_lengths is None else byte_lengths.data_ptr(),
@@ -170,25 +185,24 @@ def run_forward(plan, logits, target, weight, byte_lengths, num_items, options, 
         0 if correct is None else correct.data_ptr(),
         workspace_address,
         rows,
-        cols,
-        chunks,
-        grid,
-        shared_bytes,
-        count_grid,
+        clusters * cluster,
+        slices,
         denominator_kind,
-        64 if byte_lengths is not None and byte_lengths.dtype == torch.int64 else 32,
         items,
-        options.ignore_index,
-        *_numbers(options),
-        stream_of(logits.get_device()),
+        *constants,
+        stream,
     )
     if grad is not None and not with_gradient:
         # Rows that fit nowhere: the gradient is recomputed from the logits.
-        _run_backward(None, 0, logits, target, weight, lse, denominator, options, grad, False)
+        backward(None, logits, target, weight, lse, denominator, options, grad=grad, skip_if_one=False)
     return ForwardResult(loss, lse, denominator, z_part, prediction, correct)
 
 
-def _forward_plan(index, dtype, cols, ragged, target_dtype, gradient, scalar, weighted, smoothing, logits, stats):
+@functools.lru_cache(MOST_PLANS)
+def _forward_plan(index, dtype, cols, ragged, target_dtype, gradient, weighted, byte_dtype, stats, options):
+    _require(dtype, cols, target_dtype)
+    if total_classes(options) is not None:
+        _require_shard(options, weighted, stats)
     machine = machine_of(index)
     vectors = most_vectors(cols, dtype.itemsize, ragged)
     schedule = _schedule.held(machine, vectors, 1, ENTRY_WORDS, ragged) if gradient else None
@@ -196,24 +210,22 @@ def _forward_plan(index, dtype, cols, ragged, target_dtype, gradient, scalar, we
     if schedule is None:
         schedule = _schedule.streamed(machine, vectors, ragged, dtype.itemsize)
     return make_forward_plan(
-        machine, dtype, vectors, schedule, ragged, TARGET_BITS[target_dtype], gradient, scalar, weighted, smoothing,
-        logits, stats,
-    )  # fmt: skip
+        machine, dtype, cols, schedule, ragged, target_dtype, gradient, weighted, byte_dtype, stats, options
+    )
 
 
 def make_forward_plan(
-    machine, dtype, vectors, schedule, ragged, target_bits, gradient, scalar, weighted, smoothing, logits, stats
+    machine, dtype, cols, schedule, ragged, target_dtype, gradient, weighted, byte_dtype, stats, options
 ):
-    """Compile a forward for rows of at most ``vectors`` vectors."""
+    """Compile a forward and prepare its launch; ``gradient``: in the form that holds rows and writes the gradient."""
     facts = {
-        "target_bits": target_bits,
+        "target_bits": TARGET_BITS[target_dtype],
         "gradient": gradient,
-        "scalar": scalar,
+        "scalar": options.reduction != "none",
         "weighted": weighted,
-        "smoothing": smoothing,
-        "logits": logits,
+        "smoothing": options.label_smoothing != 0.0,
+        "logits": _logits_kind(options),
         "stats": stats,
-        "overlap": machine.overlap,
     }
     launch = compiled(
         CrossEntropyForward,
@@ -222,9 +234,28 @@ def make_forward_plan(
         forward_arguments,
         machine.architecture,
     )
+    vectors = most_vectors(cols, dtype.itemsize, ragged)
     shared_bytes = _schedule.shared_bytes(schedule, vectors, 1, ENTRY_WORDS, whole_rows=gradient)
-    most_blocks = _schedule.most_blocks(machine, schedule, shared_bytes)
-    return ForwardPlan(launch, schedule, schedule.chunks(vectors), shared_bytes, most_blocks, gradient)
+    return ForwardPlan(
+        launch=launch,
+        rows_a_block=schedule.threads // schedule.row_threads,
+        cluster=schedule.cluster,
+        most_blocks=_schedule.most_blocks(machine, schedule, shared_bytes),
+        waves=_schedule.ROWS_OF_LARGE_CLUSTER if schedule.cluster > 2 else 0,
+        slice_rows=schedule.threads * COUNT_UNROLL,
+        denominator_kind=_denominator_kind(options.reduction, weighted, byte_dtype),
+        gradient=gradient,
+        constants=(cols, schedule.chunks(vectors), shared_bytes, *_numbers(options, cols)),
+    )
+
+
+def _denominator_kind(reduction, weighted, byte_dtype):
+    """What the sum is divided by, without ``num_items``."""
+    if reduction == "mean":
+        return DENOMINATOR_WEIGHTS if weighted else DENOMINATOR_ROWS
+    if reduction == "byte_mean":
+        return DENOMINATOR_BYTES_64 if byte_dtype == torch.int64 else DENOMINATOR_BYTES_32
+    return DENOMINATOR_ONE
 
 
 def _logits_kind(options):
@@ -234,10 +265,19 @@ def _logits_kind(options):
     return "linear" if options.logit_scale > 0 else "scaled"
 
 
-def _numbers(options):
-    """The options that kernels take as numbers."""
+def total_classes(options):
+    """The classes of the whole vocabulary where the logits are a shard of it, else None."""
+    return getattr(options, "total_classes", None)
+
+
+def _numbers(options, cols):
+    """The options that kernels take as numbers, in the order of their last arguments."""
+    total = total_classes(options)
     softcap = options.softcap
     return (
+        options.ignore_index,
+        0 if total is None else options.first_class,
+        cols if total is None else total,
         float(options.label_smoothing),
         float(options.z_loss),
         float(options.logit_scale),
@@ -245,12 +285,26 @@ def _numbers(options):
     )
 
 
-def _require(logits, target):
-    require(logits)
-    if logits.shape[1] == 0:
-        raise UnsupportedInput("cutedsl: at least one class expected, got 0")
-    if target.dtype not in TARGET_BITS:
-        raise UnsupportedInput(f"cutedsl: targets of int64, int32 or uint8 expected, got {target.dtype}")
+def _require(dtype, cols, target_dtype):
+    if dtype not in DTYPES:
+        raise UnsupportedInput(f"cutedsl: float16, bfloat16 or float32 expected, got {dtype}")
+    if not 0 < cols <= LARGEST:
+        raise UnsupportedInput(f"cutedsl: 1 to {LARGEST} classes expected, got {cols}")
+    if target_dtype not in TARGET_BITS:
+        raise UnsupportedInput(f"cutedsl: targets of int64, int32 or uint8 expected, got {target_dtype}")
+
+
+def _require_shard(options, weighted, stats):
+    """Refuse what a forward cannot know from one shard of the vocabulary."""
+    for refused, what in (
+        (options.reduction != "none", f"reduction {options.reduction!r}"),
+        (weighted, "class weights"),
+        (options.label_smoothing != 0.0, "label smoothing"),
+        (options.z_loss != 0.0, "z-loss"),
+        (stats, "statistics"),
+    ):
+        if refused:
+            raise UnsupportedInput(f"cutedsl: the loss of a vocabulary shard has no {what}")
 
 
 def _empty_forward(device, num_items, reduction, stats):
@@ -281,67 +335,62 @@ def _empty_forward(device, num_items, reduction, stats):
 
 
 def backward(grad_loss, logits, target, weight, lse, denominator, options, *, grad, skip_if_one):
-    """``cross_entropy_backward`` of the contract in loss_core.backend."""
-    _require(logits, target)
-    if logits.shape[0] == 0:
-        return
-    # One upstream gradient for all rows, or one for each; only the former can be skipped as a whole.
-    scalar = options.reduction != "none"
-    stride = 0 if scalar else grad_loss.stride(0)
-    _run_backward(grad_loss, stride, logits, target, weight, lse, denominator, options, grad, skip_if_one and scalar)
-
-
-def _run_backward(grad_loss, upstream_stride, logits, target, weight, lse, denominator, options, grad, skip_if_one):
-    """Launch the backward; ``grad_loss``: None for 1."""
+    """``cross_entropy_backward`` of the contract in loss_core.backend; ``grad_loss`` may be None for 1."""
+    # Short, since autograd runs it in a thread of its own whose caches are cold: every line counts threefold there.
     rows, cols = logits.shape
+    dtype = logits.dtype
     index = logits.get_device()
-    weighted = weight is not None
-    smoothing = options.label_smoothing != 0.0
-    ragged = is_ragged(cols, logits, grad)
-    key = (index, logits.dtype, cols, ragged, target.dtype, weighted, smoothing, _logits_kind(options))
-    plan = _backward_plans.get(key)
-    if plan is None:
-        plan = _backward_plans[key] = _backward_plan(*key)
-    launch, tiles, groups, few_blocks = plan
+    address, stride, grad_address, grad_stride = logits.data_ptr(), logits.stride(0), grad.data_ptr(), grad.stride(0)
+    ragged = (address | grad_address | (cols | stride | grad_stride) * dtype.itemsize) % VECTOR_BYTES != 0
+    plan = _backward_plan(index, dtype, cols, ragged, target.dtype, weight is not None, options)
+    launch, tiles, groups, few_blocks, scalar, weight_sum, constants = plan
     grid = -(-rows * tiles // groups)
-    if skip_if_one:
+    # One upstream gradient for all rows can be skipped as a whole, one for each row cannot.
+    if skip_if_one and scalar:
         grid = min(grid, few_blocks)
-    workspace = torch.empty(1, dtype=torch.float32, device=logits.device) if smoothing and weighted else None
+    if not 0 < rows <= LARGEST:
+        require(logits)
+        return
+    word = empty((1,), (1,), torch.float32) if weight_sum else None
     launch(
         0 if grad_loss is None else grad_loss.data_ptr(),
-        upstream_stride,
-        logits.data_ptr(),
-        logits.stride(0),
-        grad.data_ptr(),
-        grad.stride(0),
+        0 if scalar else grad_loss.stride(0),
+        address,
+        stride,
+        grad_address,
+        grad_stride,
         target.data_ptr(),
         0 if weight is None else weight.data_ptr(),
         lse.data_ptr(),
         0 if denominator is None else denominator.data_ptr(),
-        0 if workspace is None else workspace.data_ptr(),
+        0 if word is None else word.data_ptr(),
         rows,
-        cols,
-        tiles,
         grid,
-        int(skip_if_one),
-        options.ignore_index,
-        *_numbers(options),
+        1 if skip_if_one and scalar else 0,
+        *constants,
         stream_of(index),
     )
 
 
-def _backward_plan(index, dtype, cols, ragged, target_dtype, weighted, smoothing, logits):
+@functools.lru_cache(MOST_PLANS)
+def _backward_plan(index, dtype, cols, ragged, target_dtype, weighted, options):
+    _require(dtype, cols, target_dtype)
+    if total_classes(options) is not None and (weighted or options.label_smoothing != 0.0):
+        raise UnsupportedInput("cutedsl: the gradient of a vocabulary shard has no class weights or label smoothing")
     machine = machine_of(index)
-    vectors = most_vectors(cols, dtype.itemsize, ragged)
-    schedule = _schedule.direct(machine, vectors)
-    return make_backward_plan(
-        machine, dtype, vectors, schedule, ragged, TARGET_BITS[target_dtype], weighted, smoothing, logits
-    )
+    schedule = _schedule.direct(machine, most_vectors(cols, dtype.itemsize, ragged))
+    return make_backward_plan(machine, dtype, cols, schedule, ragged, target_dtype, weighted, options)
 
 
-def make_backward_plan(machine, dtype, vectors, schedule, ragged, target_bits, weighted, smoothing, logits):
-    """Compile a backward for rows of at most ``vectors`` vectors."""
-    facts = {"target_bits": target_bits, "weighted": weighted, "smoothing": smoothing, "logits": logits}
+def make_backward_plan(machine, dtype, cols, schedule, ragged, target_dtype, weighted, options):
+    """Compile a backward and prepare its launch."""
+    smoothing = options.label_smoothing != 0.0
+    facts = {
+        "target_bits": TARGET_BITS[target_dtype],
+        "weighted": weighted,
+        "smoothing": smoothing,
+        "logits": _logits_kind(options),
+    }
     launch = compiled(
         CrossEntropyBackward,
         (str(dtype), tuple(schedule), ragged, *facts.items()),
@@ -349,7 +398,16 @@ def make_backward_plan(machine, dtype, vectors, schedule, ragged, target_bits, w
         backward_arguments,
         machine.architecture,
     )
-    return _tiled(machine, launch, schedule, vectors)
+    tiles = schedule.chunks(most_vectors(cols, dtype.itemsize, ragged))
+    return TiledPlan(
+        launch=launch,
+        tiles=tiles,
+        groups=schedule.threads // schedule.row_threads,
+        few_blocks=machine.processors * schedule.blocks,
+        scalar=options.reduction != "none",
+        weight_sum=weighted and smoothing,
+        constants=(cols, tiles, *_numbers(options, cols)),
+    )
 
 
 def rescale(grad_loss, grad):
@@ -357,23 +415,24 @@ def rescale(grad_loss, grad):
     rows, cols = grad.shape
     if rows == 0 or cols == 0:
         return
-    ragged = is_ragged(cols, grad)
     index = grad.get_device()
-    key = (index, grad.dtype, cols, ragged)
-    plan = _rescale_plans.get(key)
-    if plan is None:
-        require(grad)
-        machine = machine_of(index)
-        vectors = most_vectors(cols, grad.dtype.itemsize, ragged)
-        schedule = _schedule.direct(machine, vectors)
-        plan = _rescale_plans[key] = make_rescale_plan(machine, grad.dtype, vectors, schedule, ragged)
-    launch, tiles, groups, few_blocks = plan
+    address, stride = grad.data_ptr(), grad.stride(0)
+    ragged = (address | (cols | stride) * grad.itemsize) % VECTOR_BYTES != 0
+    require(grad)
+    launch, tiles, groups, few_blocks, _, _, constants = _rescale_plan(index, grad.dtype, cols, ragged)
     grid = min(-(-rows * tiles // groups), few_blocks)
-    launch(grad_loss.data_ptr(), grad.data_ptr(), grad.stride(0), rows, cols, tiles, grid, stream_of(index))
+    launch(grad_loss.data_ptr(), address, stride, rows, grid, *constants, stream_of(index))
 
 
-def make_rescale_plan(machine, dtype, vectors, schedule, ragged):
-    """Compile a rescale for rows of at most ``vectors`` vectors."""
+@functools.lru_cache(MOST_PLANS)
+def _rescale_plan(index, dtype, cols, ragged):
+    machine = machine_of(index)
+    schedule = _schedule.direct(machine, most_vectors(cols, dtype.itemsize, ragged))
+    return make_rescale_plan(machine, dtype, cols, schedule, ragged)
+
+
+def make_rescale_plan(machine, dtype, cols, schedule, ragged):
+    """Compile a rescale and prepare its launch."""
     launch = compiled(
         CrossEntropyRescale,
         (str(dtype), tuple(schedule), ragged),
@@ -381,9 +440,13 @@ def make_rescale_plan(machine, dtype, vectors, schedule, ragged):
         rescale_arguments,
         machine.architecture,
     )
-    return _tiled(machine, launch, schedule, vectors)
-
-
-def _tiled(machine, launch, schedule, vectors):
-    groups = schedule.threads // schedule.row_threads
-    return BackwardPlan(launch, schedule.chunks(vectors), groups, machine.processors * schedule.blocks)
+    tiles = schedule.chunks(most_vectors(cols, dtype.itemsize, ragged))
+    return TiledPlan(
+        launch=launch,
+        tiles=tiles,
+        groups=schedule.threads // schedule.row_threads,
+        few_blocks=machine.processors * schedule.blocks,
+        scalar=True,
+        weight_sum=False,
+        constants=(cols, tiles),
+    )
