@@ -8,7 +8,9 @@ import sys
 
 import pytest
 import torch
+from loss_bench.cases import Case, Options
 from loss_bench.cli import app
+from loss_bench.inputs import read_logits
 from loss_bench.results import read_report
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -90,6 +92,11 @@ def test_unavailable_alone_is_no_failure(tmp_path):
         (["--device", "tpu"], "tpu"),
         (["tanh"], "unknown op"),
         (["causal_lm_loss", "--reduction", "none"], "scalar reduction"),
+        (["--softcap", "-1"], "softcap must be positive, got -1.0"),
+        (["--device", "gpu-of-my-friend"], "no device is called"),
+        (["softmax", "--weight", "--label-smoothing", "0.1"], "label_smoothing=0.1 weight=True is for cross_entropy"),
+        (["--json", "/proc/nowhere/r.json"], "cannot be written"),
+        (["--markdown", "/proc"], "cannot be written"),
     ],
 )
 def test_mistakes_are_named(words, message):
@@ -134,7 +141,25 @@ def test_train_agrees_and_its_logits_can_be_timed(tmp_path):
     assert second["difference"] < 1e-5
     assert load_file(logits)["logits"].shape == (32, 256)
     invoke("run", "--logits", logits, "-b", "torch-nn,torch", *QUICK, "--json", path)
-    assert {(row.shape, row.status) for row in rows_of(path)} == {("32x256", "ok")}
+    assert {(row.shape, row.status, row.options) for row in rows_of(path)} == {("32x256", "ok", "logits=l.safetensors")}
+
+
+def test_real_logits_take_every_option(tmp_path):
+    logits = torch.randn(40, 30)
+    save_file({"logits": logits, "labels": torch.arange(40) % 30}, tmp_path / "l.safetensors")
+    real = read_logits(tmp_path / "l.safetensors")
+    case = Case("cross_entropy", 40, 30, "float16", Options(weight=True, ignored=0.5, reduction="none"))
+    inputs = real.to_inputs(case, torch.device("cpu"), seed=3, sets=2)
+    assert torch.equal(inputs.logits[1].detach(), logits.half())
+    assert inputs.weight.shape == (30,)
+    assert 5 < (inputs.target[0] == -100).sum() < 35
+    assert inputs.grad_output[1].shape == (40,)
+    words = ["--logits", tmp_path / "l.safetensors", "-b", "torch-nn", "--pass", "no-grad", *QUICK]
+    for void in (["--shape", "4x4"], ["--preset", "llm"], ["--vocab", "gpt2", "--rows", "4"]):
+        assert "brings a shape of its own" in invoke("run", *words, *void, status=2).output
+    invoke("run", "softmax", "cross_entropy", *words, "--dtype", "fp32,fp64", "--json", tmp_path / "r.json")
+    assert [row.dtype for row in rows_of(tmp_path / "r.json")] == ["float32", "float64"] * 2
+    assert {row.options for row in rows_of(tmp_path / "r.json")} == {"logits=l.safetensors"}
 
 
 def test_train_finds_a_backend_that_leaves_the_curve(bad_backends, tmp_path):
@@ -175,12 +200,27 @@ def test_text_of_ones_own(tmp_path):
     [
         ({"logits": torch.zeros(2, 3)}, "no tensor labels"),
         ({"logits": torch.zeros(2, 3), "labels": torch.zeros(3, dtype=torch.long)}, r"\(2, 3\)"),
+        ({"logits": torch.zeros(2, 3), "labels": torch.tensor([-100, 3])}, "labels must be -100 or from 0 to 2, got 3"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(tensors, message, tmp_path):
     save_file(tensors, tmp_path / "l.safetensors")
     output = invoke("run", "--logits", tmp_path / "l.safetensors", status=2).output
     assert message.replace("\\", "") in output.replace("\n", "")
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    (tmp_path / "l.txt").write_text("logits")
+    assert "no safetensors file" in invoke("run", "--logits", tmp_path / "l.txt", status=2).output.replace("\n", "")
+
+
+def test_results_are_written_though_nobody_reads_the_tables(tmp_path):
+    path = tmp_path / "r.json"
+    words = [sys.executable, "-m", "loss_bench", "run", "--preset", "tiny", "-b", "torch-nn", "--pass", "no-grad"]
+    with subprocess.Popen([*words, *QUICK, "--json", str(path)], stdout=subprocess.PIPE) as process:
+        process.stdout.close()
+    assert len(rows_of(path)) == 1
+    assert path.read_text().count('"budget_s"') == 1
 
 
 def test_module_runs_as_a_program():

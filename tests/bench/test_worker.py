@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -121,6 +122,29 @@ def test_resuming_takes_over_whole_cases_only():
     assert executor.calls == [(12, [])]
     assert report.rows[0] is first.rows[0]
     assert len(report.rows) == 6
+
+
+@pytest.mark.parametrize("stale", [{"version": "0"}, {"status": "unavailable"}], ids=["version", "installed since"])
+def test_resuming_measures_again_what_no_longer_holds(stale):
+    first = Session(FakeExecutor(), PLAN, CASES).run()
+    first.rows[1] = dataclasses.replace(first.rows[1], **stale)
+    executor = FakeExecutor()
+    report = Session(executor, PLAN, CASES, earlier=first).run()
+    assert executor.calls == [(10, [])]
+    assert [row.version for row in report.rows] == ["1"] * 6
+    assert {row.status for row in report.rows} == {"ok"}
+
+
+def test_resuming_keeps_the_rows_that_this_run_is_not_about():
+    first = Session(FakeExecutor(), PLAN, CASES).run()
+    seen = []
+    other = Case("softmax", 4, 10, "float32")
+    Session(
+        FakeExecutor(), PLAN, [other, *CASES], earlier=first,
+        after_case=lambda done, report: seen.append({(row.op, row.classes) for row in report.rows}),
+    ).run()  # fmt: skip
+    # The file is written over after the first case already, with the second and third still to come.
+    assert seen[0] == {("softmax", 10), ("cross_entropy", 10), ("cross_entropy", 12)}
 
 
 def test_resuming_on_another_device_is_refused():

@@ -11,6 +11,11 @@ import torch
 OPS = ("cross_entropy", "causal_lm_loss", "softmax", "log_softmax")
 """The ops that can be measured."""
 
+LOSSES = ("cross_entropy", "causal_lm_loss")
+"""Those that take targets, and loss options."""
+
+REDUCTIONS = ("mean", "sum", "none")
+
 PASSES = ("forward", "backward", "forward+backward", "no-grad")
 """``forward`` records for a backward pass; ``no-grad`` is the forward of an evaluation."""
 
@@ -35,7 +40,7 @@ VOCABULARIES = {
 
 @dataclass(frozen=True)
 class Options:
-    """The loss options of a case; those of softmax and log-softmax are ignored.
+    """The loss options of a case, and where its logits come from.
 
     Attributes:
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
@@ -43,6 +48,10 @@ class Options:
         weight: whether classes have random weights.
         ignored: share of the rows whose target is ``ignore_index``.
         inplace: whether the gradient may take the logits' memory, where a backend can do that.
+        logits: name of the file that the logits come from; "" for random ones.
+
+    Raises:
+        ValueError: if one of them is not what it may be.
     """
 
     reduction: str = "mean"
@@ -52,6 +61,13 @@ class Options:
     weight: bool = False
     ignored: float = 0.0
     inplace: bool = False
+    logits: str = ""
+
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"unknown reduction {self.reduction!r}; known: {', '.join(REDUCTIONS)}")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap must be positive, got {self.softcap}")
 
     def describe(self) -> str:
         """The options that differ from the defaults, as ``name=value`` words."""
@@ -83,7 +99,7 @@ class Case:
     @property
     def is_loss(self) -> bool:
         """Whether the op takes targets."""
-        return self.op in ("cross_entropy", "causal_lm_loss")
+        return self.op in LOSSES
 
     @property
     def backend_op(self) -> str:
@@ -206,7 +222,7 @@ def build_cases(
     if "causal_lm_loss" in ops and options.reduction == "none":
         raise ValueError("causal_lm_loss is measured with a scalar reduction")
     cases = [
-        Case(op, rows, classes, dtype, options if op in ("cross_entropy", "causal_lm_loss") else Options())
+        Case(op, rows, classes, dtype, options if op in LOSSES else Options(logits=options.logits))
         for op in ops
         for rows, classes, own in sizes
         for dtype in (dtypes or (own,))

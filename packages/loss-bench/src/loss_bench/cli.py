@@ -14,16 +14,41 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from loss_bench import __version__, cases, report
 from loss_bench.accuracy import KINDS, measure_all
 from loss_bench.calls import find_backends
-from loss_bench.cases import Options, Size
+from loss_bench.cases import Options
+from loss_bench.choices import (
+    BackendOption,
+    DeviceOption,
+    DtypeOption,
+    InplaceOption,
+    JsonOption,
+    MarkdownOption,
+    OpsArgument,
+    PresetOption,
+    QuietOption,
+    ReductionOption,
+    RowsOption,
+    ShapeOption,
+    SizeWords,
+    SmoothingOption,
+    SoftcapOption,
+    VocabOption,
+    WeightOption,
+    ZLossOption,
+    check_choice,
+    check_writable,
+    choose_cases,
+    choose_device,
+)
 from loss_bench.compare import compare, comparison_table
 from loss_bench.compiling import compile_ahead, default_jobs, make_tasks, one_triton_cache, seconds_by_backend
-from loss_bench.inputs import RealInputs, read_logits
+from loss_bench.inputs import read_logits
 from loss_bench.results import Report, environment, merge, read_report
 from loss_bench.runner import CaseRunner, Plan, chosen_backends
 from loss_bench.session import Executor, Session
@@ -66,7 +91,7 @@ def _console(*, stderr: bool = False) -> Console:
 
 
 def _fail(message: object) -> typer.Exit:
-    _console(stderr=True).print(f"[red]error:[/] {message}", highlight=False)
+    _console(stderr=True).print(f"[red]error:[/] {escape(str(message))}", highlight=False)
     return typer.Exit(2)
 
 
@@ -85,70 +110,18 @@ def _main(
     pass
 
 
-def _device(name: str | None) -> torch.device:
-    # Nothing here may open a context on the GPU: the worker process does, and may lose it.
-    if name is None:
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    device = torch.device(name)
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"no clock for {device.type!r} devices here; cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("no CUDA device is available")
-    return device if device.type == "cpu" else torch.device("cuda", device.index or 0)
-
-
-DeviceOption = Annotated[
-    str | None, typer.Option("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one.")
-]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
-BackendOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--backend", "-b", help="Backends to compare, repeated or with commas; default: all. See loss-bench list."
-    ),
-]
-
-
-OpsArgument = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[OP]...", help=f"{', '.join(cases.OPS)}, or all; default: cross_entropy."),
-]
-ShapeOption = Annotated[list[str] | None, typer.Option("--shape", "-s", help="ROWSxCLASSES, repeated or with commas.")]
-VocabOption = Annotated[
-    list[str] | None,
-    typer.Option("--vocab", help=f"Classes, as numbers or models: {', '.join(cases.VOCABULARIES)}."),
-]
-RowsOption = Annotated[
-    list[str] | None, typer.Option("--rows", help="Rows to combine with --vocab; default 4096 (64 on a CPU).")
-]
-DtypeOption = Annotated[
-    list[str] | None, typer.Option("--dtype", "-d", help="float16, bfloat16, float32 or fp16, bf16, fp32.")
-]
-PresetOption = Annotated[str | None, typer.Option("--preset", help=f"Shapes and dtypes: {', '.join(cases.PRESETS)}.")]
-ReductionOption = Annotated[str, typer.Option(help="mean, sum or none.")]
-SmoothingOption = Annotated[float, typer.Option(min=0.0, max=1.0)]
-ZLossOption = Annotated[float, typer.Option(min=0.0)]
-SoftcapOption = Annotated[float | None, typer.Option()]
-WeightOption = Annotated[bool, typer.Option("--weight", help="Random class weights.")]
-InplaceOption = Annotated[bool, typer.Option("--inplace", help="Let the gradient take the logits' memory.")]
-
-
 @app.command("list")
 def list_command(device: DeviceOption = None) -> None:
     """Show every backend, what it provides, and why it cannot run here."""
     try:
-        where = _device(device)
+        where = choose_device(device)
     except (ValueError, RuntimeError) as error:
         raise _fail(error) from error
     table = Table("backend", "distribution", "version", "ops", f"on {where}")
     for backend in find_backends(where):
-        state = "[green]available[/]" if backend.available else f"[yellow]{_plain(backend.reason)}[/]"
+        state = "[green]available[/]" if backend.available else f"[yellow]{escape(backend.reason)}[/]"
         table.add_row(backend.name, backend.distribution, backend.version, ", ".join(backend.ops), state)
     _console().print(table)
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")
 
 
 @app.command()
@@ -184,10 +157,8 @@ def run(
     ] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Iterations before them.")] = 5,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results as JSON (schema loss-bench/1).")
-    ] = None,
-    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write the tables as Markdown.")] = None,
+    json_file: JsonOption = None,
+    markdown: MarkdownOption = None,
     graph: Annotated[
         bool, typer.Option("--graph/--no-graph", help="On a GPU, time CUDA graphs of the passes as well.")
     ] = True,
@@ -222,18 +193,17 @@ def run(
     """
     deadline = time.monotonic() + budget if budget is not None else None
     try:
-        where = _device(device)
+        where = choose_device(device)
         real = read_logits(logits) if logits else None
-        options = Options(reduction, label_smoothing, z_loss, softcap, weight, ignored, inplace)
-        _check_choice("reduction", reduction, ("mean", "sum", "none"))
-        sizes = _sizes(where, real, shape, vocab, rows, dtype, preset)
-        dtypes = [] if real else [cases.parse_dtype(name) for name in cases.words(dtype)]
-        chosen = cases.build_cases(_ops(ops, preset), sizes, options, dtypes)
+        file = logits.name if logits else ""
+        options = Options(reduction, label_smoothing, z_loss, softcap, weight, ignored, inplace, file)
+        chosen = choose_cases(where, ops, SizeWords(shape, vocab, rows, dtype, preset), options, real)
         chosen_passes = cases.words(passes) or list(cases.PASSES)
         for name in chosen_passes:
-            _check_choice("pass", name, cases.PASSES)
+            check_choice("pass", name, cases.PASSES)
         backends = cases.words(backend)
         earlier = read_report(resume) if resume else None
+        check_writable(json_file, markdown)
     except (ValueError, RuntimeError) as error:
         raise _fail(error) from error
     plan = Plan(tuple(backends), tuple(chosen_passes), iters, warmup, _BUDGET_MS[where.type], seed, logits, graph)
@@ -325,15 +295,17 @@ def warm(
 ) -> None:
     """Compile every kernel of a run ahead of time, in several processes, into the compilers' caches on disk.
 
-    Takes the arguments of [bold]run[/]. Nothing is timed, and what fails here fails again in the run, with its reason.
+    Takes those arguments of [bold]run[/] that decide what is compiled. Nothing is timed, and what fails here fails
+    again in the run, with its reason.
+
+    For example:
+
+      loss-bench warm --preset llm --jobs 8; loss-bench run --preset llm
     """
     try:
-        where = _device(device)
+        where = choose_device(device)
         options = Options(reduction, label_smoothing, z_loss, softcap, weight, inplace=inplace)
-        _check_choice("reduction", reduction, ("mean", "sum", "none"))
-        sizes = _sizes(where, None, shape, vocab, rows, dtype, preset)
-        dtypes = [cases.parse_dtype(name) for name in cases.words(dtype)]
-        chosen = cases.build_cases(_ops(ops, preset), sizes, options, dtypes)
+        chosen = choose_cases(where, ops, SizeWords(shape, vocab, rows, dtype, preset), options)
         # Without names somebody has to ask who can run here; with names the processes find out by themselves.
         names = cases.words(backend) or [b.name for b in find_backends(where) if b.available]
     except (ValueError, RuntimeError) as error:
@@ -370,27 +342,32 @@ def accuracy_command(
     ] = None,
     kind: Annotated[list[str] | None, typer.Option(help=f"Inputs: {', '.join(KINDS)}; default: all.")] = None,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the errors as JSON.")] = None,
-    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write the tables as Markdown.")] = None,
+    json_file: JsonOption = None,
+    markdown: MarkdownOption = None,
     device: DeviceOption = None,
     quiet: QuietOption = False,
 ) -> None:
     """Measure the error of loss and gradient against float64, over easy and hard inputs.
 
     Errors are counted in units of rounding of the result's dtype; a result that is rounded once is within 0.5.
+
+    For example:
+
+      loss-bench accuracy cross_entropy --dtype bf16 --kind ordinary,masked --shape 64x50257
     """
     try:
-        where = _device(device)
+        where = choose_device(device)
         if where.type == "cuda":
             torch.cuda.set_device(where)
         backends = chosen_backends(cases.words(backend), where)
         dtypes = [cases.parse_dtype(name) for name in cases.words(dtype)] or ["float32", "bfloat16", "float16"]
         kinds = cases.words(kind) or list(KINDS)
         for name in kinds:
-            _check_choice("kind", name, tuple(KINDS))
+            check_choice("kind", name, tuple(KINDS))
+        check_writable(json_file, markdown)
         names = cases.words(ops) or list(_ACCURACY_OPS)
         for name in names:
-            _check_choice("op", name, _ACCURACY_OPS)
+            check_choice("op", name, _ACCURACY_OPS)
         chosen = cases.build_cases(names, [(*cases.parse_shape(shape), "float32")], dtypes=dtypes)
     except (ValueError, RuntimeError) as error:
         raise _fail(error) from error
@@ -414,9 +391,9 @@ def train(
         ),
     ] = None,
     size: Annotated[str | None, typer.Option(help=f"{', '.join(SIZES)}; default: by the device.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1)] = None,
-    batch: Annotated[int | None, typer.Option(min=1)] = None,
-    context: Annotated[int | None, typer.Option(min=1)] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the optimizer.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences in a step.")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens in a sequence.")] = None,
     vocabulary: Annotated[
         int | None, typer.Option(min=256, help="256 for bytes; more for a byte-pair encoding (extra tokens).")
     ] = None,
@@ -426,28 +403,33 @@ def train(
         Path | None,
         typer.Option("--save-logits", help="Write the last step's logits and labels (safetensors), for run --logits."),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the curves as JSON (schema loss-bench/1).")
-    ] = None,
-    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write the table as Markdown.")] = None,
+    json_file: JsonOption = None,
+    markdown: MarkdownOption = None,
     device: DeviceOption = None,
     quiet: QuietOption = False,
 ) -> None:
     """Train a small transformer on bytes or tokens with each backend: the same curves, tokens/s, peak memory.
 
     The seed and the order of the data are the same for all, so that only the loss function differs.
+
+    For example:
+
+      loss-bench train --backend torch-nn,triton --json curves.json
+
+      loss-bench train --vocabulary 4096 --text book.txt --save-logits step.safetensors
     """
     try:
-        where = _device(device)
+        where = choose_device(device)
         if where.type == "cuda":
             torch.cuda.set_device(where)
+        check_writable(json_file, markdown, save_logits)
         found = chosen_backends(cases.words(backend), where)
         chosen = _train_size(where, size, steps=steps, batch=batch, context=context, dtype=dtype, vocabulary=vocabulary)
         data = encode(read_text(text), chosen.vocabulary)
     except (ValueError, RuntimeError) as error:
         raise _fail(error) from error
     except ModuleNotFoundError as error:
-        raise _fail(f"{error.name} is not installed; pip install 'loss-bench\\[tokens]'") from error
+        raise _fail(f"{error.name} is not installed; pip install 'loss-bench[tokens]'") from error
     # A backend that was named is tried even where it says that it cannot run, so that its reason is shown.
     names = cases.words(backend) or [b.name for b in found if "cross_entropy" in b.ops and b.available]
     result = Report(environment(where), settings={**asdict(chosen), "seed": seed, "text": str(text or "stdlib")})
@@ -479,8 +461,10 @@ def train(
 
 @app.command("report")
 def report_command(
-    files: Annotated[list[Path], typer.Argument(help="JSON files of run or train.", exists=True, dir_okay=False)],
-    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write the tables as Markdown.")] = None,
+    files: Annotated[
+        list[Path], typer.Argument(help="JSON files of run, accuracy or train.", exists=True, dir_okay=False)
+    ],
+    markdown: MarkdownOption = None,
     csv: Annotated[Path | None, typer.Option("--csv", help="Write the rows as CSV.")] = None,
     html: Annotated[
         Path | None, typer.Option("--html", help="Write one self-contained page. Needs the extra report.")
@@ -491,8 +475,16 @@ def report_command(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all files merged into one.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no tables.")] = False,
 ) -> None:
-    """Show results again, merged: of a measurement that several files hold, the last is kept."""
+    """Show results again, merged: of a measurement that several files hold, the last is kept.
+
+    For example:
+
+      loss-bench report h100.json h200.json --html page.html
+
+      loss-bench report results.json --quiet --markdown tables.md --csv rows.csv --plots plots
+    """
     try:
+        check_writable(markdown, csv, html, json_file, plots and plots / "plot.svg")
         found = merge([read_report(path) for path in files])
     except ValueError as error:
         raise _fail(error) from error
@@ -517,7 +509,7 @@ def _draw(found: Report, html: Path | None, plots: Path | None) -> None:
         if plots is not None:
             write_plots(found, plots)
     except ModuleNotFoundError as error:
-        raise _fail(f"{error.name} is not installed; pip install 'loss-bench\\[report]'") from error
+        raise _fail(f"{error.name} is not installed; pip install 'loss-bench[report]'") from error
 
 
 @app.command("compare")
@@ -534,6 +526,10 @@ def compare_command(
     """Compare two runs: the ratio of the medians of every measurement that both hold, with its interval.
 
     A measurement that was timed before and now is wrong or fails sets the exit status in any case.
+
+    For example:
+
+      loss-bench compare before.json after.json --fail-above 1.05
     """
     try:
         changes = compare(read_report(old), read_report(new))
@@ -553,7 +549,7 @@ def _write(path: Path, text: str) -> None:
 
 def _train_size(device: torch.device, name: str | None, **changes: Any) -> TrainSize:
     name = name or ("small" if device.type == "cpu" else "gpu")
-    _check_choice("size", name, tuple(SIZES))
+    check_choice("size", name, tuple(SIZES))
     if changes["dtype"] is not None:
         changes["dtype"] = cases.parse_dtype(changes["dtype"])
     return replace(SIZES[name], **{key: value for key, value in changes.items() if value is not None})
@@ -564,52 +560,6 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path)
-
-
-def _check_choice(what: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"unknown {what} {value!r}; known: {', '.join(known)}")
-
-
-def _ops(names: list[str] | None, preset: str | None) -> list[str]:
-    # The seeds' tables are of all three.
-    chosen = cases.words(names) or (["all"] if preset == "seeds" else ["cross_entropy"])
-    if "all" not in chosen:
-        return chosen
-    return [op for op in cases.OPS if preset != "seeds" or op != "causal_lm_loss"]
-
-
-def _sizes(
-    device: torch.device,
-    real: RealInputs | None,
-    shape: list[str] | None,
-    vocab: list[str] | None,
-    rows: list[str] | None,
-    dtype: list[str] | None,
-    preset: str | None,
-) -> list[Size]:
-    """The sizes that the options name, those of the preset if there are none."""
-    if real is not None:
-        name = str(real.logits.dtype).removeprefix("torch.")
-        row_count, classes = real.logits.shape
-        return [(row_count, classes, cases.parse_dtype(name))]
-    default_dtype = "float32" if device.type == "cpu" else "bfloat16"
-    sizes = [(*cases.parse_shape(text), default_dtype) for text in cases.words(shape)]
-    vocabularies = [cases.parse_vocabulary(text) for text in cases.words(vocab)]
-    if rows and not vocabularies:
-        raise ValueError("--rows goes with --vocab; with --shape the rows are part of it")
-    row_counts = [_positive(text) for text in cases.words(rows)] or [64 if device.type == "cpu" else 4096]
-    sizes += [(count, classes, default_dtype) for classes in vocabularies for count in row_counts]
-    if preset is not None:
-        _check_choice("preset", preset, tuple(cases.PRESETS))
-        sizes += cases.PRESETS[preset]
-    return sizes or list(cases.PRESETS[cases.default_preset(device)])
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise ValueError(f"rows must be a positive number, got {text!r}")
-    return int(text)
 
 
 @contextmanager

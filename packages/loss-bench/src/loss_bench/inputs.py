@@ -49,18 +49,31 @@ def random_inputs(case: Case, device: torch.device, *, seed: int, sets: int) -> 
     """
     generator = torch.Generator(device).manual_seed(seed)
 
-    def normal(size: tuple[int, ...], scale: float) -> Tensor:
-        return torch.empty(size, dtype=case.torch_dtype, device=device).normal_(0.0, scale, generator=generator)
+    def normal() -> Tensor:
+        blank = torch.empty(case.logits_shape, dtype=case.torch_dtype, device=device)
+        return blank.normal_(0.0, 3.0, generator=generator)
 
-    inputs = Inputs([normal(case.logits_shape, 3.0).requires_grad_() for _ in range(sets)])
+    inputs = Inputs([normal().requires_grad_() for _ in range(sets)])
     if case.is_loss:
-        inputs.target = [_random_target(case, device, generator) for _ in range(sets)]
-        if case.options.weight:
-            inputs.weight = torch.rand(case.classes, device=device, generator=generator) + 0.5
+        positions = case.logits_shape[:-1]
+        inputs.target = [
+            _ignoring(case, torch.randint(case.classes, positions, device=device, generator=generator), generator)
+            for _ in range(sets)
+        ]
+    _add_rest(case, inputs, generator)
+    return inputs
+
+
+def _add_rest(case: Case, inputs: Inputs, generator: torch.Generator) -> None:
+    """Class weights and upstream gradients, which are random whatever the logits are."""
+    device = inputs.logits[0].device
+    if case.options.weight:
+        inputs.weight = torch.rand(case.classes, device=device, generator=generator) + 0.5
     size = _result_shape(case)
     if size is not None:
-        inputs.grad_output = [normal(size, 1.0) for _ in range(sets)]
-    return inputs
+        inputs.grad_output = [
+            torch.empty(size, dtype=case.torch_dtype, device=device).normal_(generator=generator) for _ in inputs.logits
+        ]
 
 
 def _result_shape(case: Case) -> tuple[int, ...] | None:
@@ -70,10 +83,10 @@ def _result_shape(case: Case) -> tuple[int, ...] | None:
     return (case.rows,) if case.options.reduction == "none" else None
 
 
-def _random_target(case: Case, device: torch.device, generator: torch.Generator) -> Tensor:
-    target = torch.randint(case.classes, case.logits_shape[:-1], device=device, generator=generator)
+def _ignoring(case: Case, target: Tensor, generator: torch.Generator) -> Tensor:
+    """`target`, in which the share of the rows that the options name is ignored."""
     if case.options.ignored:
-        chosen = torch.rand(target.shape, device=device, generator=generator) < case.options.ignored
+        chosen = torch.rand(target.shape, device=target.device, generator=generator) < case.options.ignored
         target[chosen] = IGNORE_INDEX
     return target
 
@@ -85,16 +98,15 @@ class RealInputs:
     logits: Tensor
     labels: Tensor
 
-    def to_inputs(self, case: Case, device: torch.device, *, sets: int) -> Inputs:
-        """The file's tensors on `device`; every set is a copy of its own."""
+    def to_inputs(self, case: Case, device: torch.device, *, seed: int, sets: int) -> Inputs:
+        """The file's tensors on `device`, in the dtype of `case` and with its options; every set is a copy."""
+        generator = torch.Generator(device).manual_seed(seed)
         given = self.logits.view(case.logits_shape)
-        inputs = Inputs([given.to(device, copy=True).requires_grad_() for _ in range(sets)])
+        inputs = Inputs([given.to(device, case.torch_dtype, copy=True).requires_grad_() for _ in range(sets)])
         if case.is_loss:
             labels = self.labels.view(case.logits_shape[:-1])
-            inputs.target = [labels.to(device, copy=True) for _ in range(sets)]
-        size = _result_shape(case)
-        if size is not None:
-            inputs.grad_output = [torch.randn(size, device=device).to(case.torch_dtype) for _ in range(sets)]
+            inputs.target = [_ignoring(case, labels.to(device, copy=True), generator) for _ in range(sets)]
+        _add_rest(case, inputs, generator)
         return inputs
 
 
@@ -102,11 +114,15 @@ def read_logits(path: Path) -> RealInputs:
     """Read ``logits`` and ``labels`` from a safetensors file; leading dimensions are joined.
 
     Raises:
-        ValueError: if the file does not hold the two tensors in shapes that fit.
+        ValueError: if the file does not hold the two tensors, in shapes and with labels that fit.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    tensors = load_file(path)
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file: {error}") from error
     missing = {"logits", "labels"} - tensors.keys()
     if missing:
         raise ValueError(f"{path} has no tensor {' and no '.join(sorted(missing))}; it has {', '.join(tensors)}")
@@ -115,5 +131,10 @@ def read_logits(path: Path) -> RealInputs:
         raise ValueError(
             f"{path}: logits must be floating point (..., classes) and labels integers (...), "
             f"got {logits.dtype} {tuple(logits.shape)} and {labels.dtype} {tuple(labels.shape)}"
+        )
+    valid = (labels == IGNORE_INDEX) | ((labels >= 0) & (labels < logits.shape[-1]))
+    if not valid.all():
+        raise ValueError(
+            f"{path}: labels must be {IGNORE_INDEX} or from 0 to {logits.shape[-1] - 1}, got {labels[~valid][0]}"
         )
     return RealInputs(logits.reshape(-1, logits.shape[-1]).contiguous(), labels.reshape(-1).contiguous())

@@ -206,7 +206,7 @@ class CaseRunner:
     def _inputs(self, case: Case) -> Inputs:
         sets = sets_needed(case, measure.l2_bytes(self._device))
         if self._real is not None:
-            return self._real.to_inputs(case, self._device, sets=sets)
+            return self._real.to_inputs(case, self._device, seed=self._plan.seed, sets=sets)
         return random_inputs(case, self._device, seed=self._plan.seed, sets=sets)
 
     def _release(self) -> None:

@@ -40,7 +40,8 @@ class Session:
         executor: what runs a case.
         plan: how.
         cases: in order.
-        earlier: a report whose finished cases are taken over rather than measured again.
+        earlier: a report whose finished cases are taken over rather than measured again. Its other rows stay in the
+            report too, so that it can be written over the file that it was read from.
         after_case: called with the number of cases done and the report.
         deadline: moment of `now` at which all cases should be done. What is left is shared out evenly among the cases
             that are left, and becomes fewer iterations.
@@ -72,6 +73,7 @@ class Session:
         self.report.backends = [asdict(backend) for backend in executor.backends]
         self.report.settings = {**_settings(plan), "baseline": BASELINE}
         self._earlier = self._fitting(earlier)
+        self.report.rows = list(self._earlier.values())
 
     def _fitting(self, earlier: Report | None) -> dict[tuple[object, ...], Row]:
         if earlier is None:
@@ -83,8 +85,11 @@ class Session:
 
     def run(self) -> Report:
         """Measure what is not there yet."""
+        found: dict[tuple[object, ...], Row] = {}
         for done, case in enumerate(self._cases):
-            self.report.rows += self._taken_over(case) or self._measured(case, len(self._cases) - done)
+            rows = self._taken_over(case) or self._measured(case, len(self._cases) - done)
+            found |= {row.key: row for row in rows}
+            self.report.rows = [*found.values(), *(row for key, row in self._earlier.items() if key not in found)]
             self._after_case(done + 1, self.report)
         return self.report
 
@@ -93,11 +98,16 @@ class Session:
         return [new_row(case, pass_, b, device) for b in self._executor.backends for pass_ in self._plan.passes]
 
     def _taken_over(self, case: Case) -> list[Row]:
-        """The earlier rows of `case`, if all of them are there."""
-        keys = [row.key for row in self._blank_rows(case)]
-        if not all(key in self._earlier for key in keys):
-            return []
-        return [self._earlier[key] for key in keys]
+        """The earlier rows of `case`, if all of them are there and still hold."""
+        rows = [self._earlier.get(row.key) for row in self._blank_rows(case)]
+        held = [row for row in rows if row is not None and self._holds(row)]
+        return held if len(held) == len(rows) else []
+
+    def _holds(self, row: Row) -> bool:
+        """Whether a new measurement would be of the same thing: another version, or one that can run now, is not."""
+        backend = next(backend for backend in self._executor.backends if backend.name == row.backend)
+        came = row.status == "unavailable" and backend.available
+        return row.version == backend.version and not came
 
     def _measured(self, case: Case, cases_left: int) -> list[Row]:
         excluded: dict[str, Failure] = {

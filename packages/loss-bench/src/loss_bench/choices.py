@@ -1,0 +1,189 @@
+"""What the words of a command line choose: the device, the cases, the files that are written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from loss_bench import cases
+from loss_bench.cases import Case, Options, Size
+from loss_bench.inputs import RealInputs
+
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one.")
+]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+BackendOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--backend", "-b", help="Backends to compare, repeated or with commas; default: all. See loss-bench list."
+    ),
+]
+OpsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[OP]...",
+        help=f"{', '.join(cases.OPS)}, or all; default: cross_entropy, or the ops of --preset seeds.",
+    ),
+]
+ShapeOption = Annotated[list[str] | None, typer.Option("--shape", "-s", help="ROWSxCLASSES, repeated or with commas.")]
+VocabOption = Annotated[
+    list[str] | None,
+    typer.Option("--vocab", help=f"Classes, as numbers or models: {', '.join(cases.VOCABULARIES)}."),
+]
+RowsOption = Annotated[
+    list[str] | None, typer.Option("--rows", help="Rows to combine with --vocab; default 4096 (64 on a CPU).")
+]
+DtypeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dtype",
+        "-d",
+        help="float16, bfloat16, float32 or fp16, bf16, fp32; default: bfloat16 (float32 on a CPU), or the preset's.",
+    ),
+]
+PresetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--preset",
+        help=f"Shapes and dtypes: {', '.join(cases.PRESETS)}; default: foundation (small on a CPU). "
+        "seeds and llm together are foundation.",
+    ),
+]
+ReductionOption = Annotated[str, typer.Option(help=f"{', '.join(cases.REDUCTIONS)}.")]
+SmoothingOption = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Share of the target's weight that is spread over all classes.")
+]
+ZLossOption = Annotated[
+    float, typer.Option(min=0.0, help="Weight of the squared log-sum-exp that is added to each row's loss.")
+]
+SoftcapOption = Annotated[
+    float | None, typer.Option(help="Cap c of the logits, which become c * tanh(logits / c); positive.")
+]
+WeightOption = Annotated[bool, typer.Option("--weight", help="Random class weights.")]
+InplaceOption = Annotated[bool, typer.Option("--inplace", help="Let the gradient take the logits' memory.")]
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", help="Write the results as JSON (schema loss-bench/1), for report and compare.")
+]
+MarkdownOption = Annotated[Path | None, typer.Option("--markdown", help="Write the tables as Markdown.")]
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device of that name, or the one to use without a name.
+
+    Nothing here opens a context on the GPU: a worker process does, and may lose it.
+
+    Raises:
+        ValueError: if it is not here, or nothing here can be timed on it.
+    """
+    if name is None:
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"no device is called {name!r}; cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"no clock for {device.type!r} devices here; cpu or cuda")
+    if device.type == "cpu":
+        return device
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        raise ValueError(f"{name!r} is not here: {count} CUDA devices are available")
+    return torch.device("cuda", device.index or 0)
+
+
+def check_choice(what: str, value: str, known: Sequence[str]) -> None:
+    """Raise for a `value` that is not `known`.
+
+    Raises:
+        ValueError: naming what it could be.
+    """
+    if value not in known:
+        raise ValueError(f"unknown {what} {value!r}; known: {', '.join(known)}")
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Make the folders of the files that a command will write, before it spends its time.
+
+    Raises:
+        ValueError: if one of them cannot be written.
+    """
+    for path in paths:
+        if path is None:
+            continue
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            raise ValueError(f"{path} cannot be written: it is a folder, or its folder is not open for writing")
+
+
+@dataclass(frozen=True)
+class SizeWords:
+    """The options that name sizes, as they were given."""
+
+    shape: list[str] | None = None
+    vocab: list[str] | None = None
+    rows: list[str] | None = None
+    dtype: list[str] | None = None
+    preset: str | None = None
+
+
+def choose_cases(
+    device: torch.device, ops: list[str] | None, words: SizeWords, options: Options, real: RealInputs | None = None
+) -> list[Case]:
+    """Every op on every size, with the options.
+
+    Raises:
+        ValueError: if a word is unknown, or one says what another one makes void.
+    """
+    names = _ops(ops, words.preset)
+    given = replace(options, logits="").describe()
+    if given and not any(op in cases.LOSSES for op in names):
+        raise ValueError(f"{given} is for {' and '.join(cases.LOSSES)}, not for {', '.join(names)}")
+    sizes = _real_size(real, words) if real is not None else _sizes(device, words)
+    return cases.build_cases(names, sizes, options, [cases.parse_dtype(name) for name in cases.words(words.dtype)])
+
+
+def _ops(names: list[str] | None, preset: str | None) -> list[str]:
+    # The seeds' tables are of all three.
+    chosen = cases.words(names) or (["all"] if preset == "seeds" else ["cross_entropy"])
+    if "all" not in chosen:
+        return chosen
+    return [op for op in cases.OPS if preset != "seeds" or op != "causal_lm_loss"]
+
+
+def _real_size(real: RealInputs, words: SizeWords) -> list[Size]:
+    void = [f"--{name}" for name in ("shape", "vocab", "rows", "preset") if getattr(words, name)]
+    if void:
+        raise ValueError(f"--logits brings a shape of its own; leave out {', '.join(void)}")
+    rows, classes = real.logits.shape
+    return [(rows, classes, cases.parse_dtype(str(real.logits.dtype).removeprefix("torch.")))]
+
+
+def _sizes(device: torch.device, words: SizeWords) -> list[Size]:
+    """The sizes that the options name, those of the preset if there are none."""
+    default_dtype = "float32" if device.type == "cpu" else "bfloat16"
+    sizes = [(*cases.parse_shape(text), default_dtype) for text in cases.words(words.shape)]
+    vocabularies = [cases.parse_vocabulary(text) for text in cases.words(words.vocab)]
+    if words.rows and not vocabularies:
+        raise ValueError("--rows goes with --vocab; with --shape the rows are part of it")
+    row_counts = [_positive(text) for text in cases.words(words.rows)] or [64 if device.type == "cpu" else 4096]
+    sizes += [(count, classes, default_dtype) for classes in vocabularies for count in row_counts]
+    if words.preset is not None:
+        check_choice("preset", words.preset, tuple(cases.PRESETS))
+        sizes += cases.PRESETS[words.preset]
+    return sizes or list(cases.PRESETS[cases.default_preset(device)])
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise ValueError(f"rows must be a positive number, got {text!r}")
+    return int(text)
