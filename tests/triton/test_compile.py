@@ -44,7 +44,7 @@ def compile_only(self, *args, grid, warmup, **kwargs):
 
 JITFunction.run = compile_only
 # A binary that is kept is launched without that.
-CompiledKernel.__getitem__ = lambda self, grid: lambda *args: None
+CompiledKernel.run = lambda self, *args: None
 
 import loss_triton
 from loss_core.backend import CrossEntropyOptions
@@ -70,7 +70,7 @@ def cross_entropy(classes, dtype, reduction, weighted, stats, **options):
 
 # Rows that start on 16 bytes and rows that do not; one block and many.
 cross_entropy(50257, torch.bfloat16, "mean", False, False)
-cross_entropy(1000, torch.float16, "sum", True, True, **EVERYTHING)
+cross_entropy(1000, torch.float16, "mean", True, True, **EVERYTHING)
 widths = [(32, torch.float16), (50257, torch.bfloat16)]
 if {thorough}:
     cross_entropy(1000, torch.float32, "none", False, False)

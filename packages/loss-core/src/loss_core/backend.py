@@ -60,10 +60,18 @@ only), also writes ``d loss / d logits`` into it, for an upstream gradient of 1,
 logits' size is written. With ``stats=True`` the per-row results are returned too.
 
 ``cross_entropy_backward`` writes ``grad_loss * d loss / d logits`` into ``grad``, recomputed from the logits
-and the saved ``lse``, rounded once. ``grad_loss`` is a one-element tensor for the scalar reductions; for
+and the saved ``lse``, rounded once. ``grad_loss`` is a one-element tensor of any shape for the scalar reductions; for
 ``"none"`` it is (rows,) with any stride, 0 included. ``skip_if_one=True`` says that ``grad`` already holds the
 gradient for an upstream of 1, so the kernel looks at ``grad_loss`` *on the device* and leaves at once if
 it is 1. ``grad`` may be ``logits``.
+
+A vocabulary that is spread over several devices, each with a shard of the classes: ``options.total_classes`` is then
+the number of all, ``options.first_class`` that of the shard's first, and targets count from the first of all. The
+forward, for ``"none"`` alone, gives the shard's own lse, and as loss ``lse - x[target]``, or ``lse`` where the target
+is in another shard; so the caller gets the whole ``lse`` and ``x[target]`` by sums over the shards. The backward takes
+the whole lse, and a denominator or none, and leaves the target's part of the gradient to the target's shard.
+A target outside [0, total_classes) gives NaN in every shard. Weights, smoothing and statistics do not go with this,
+nor does z_loss with the forward; a backend may refuse shards altogether.
 
 ``cross_entropy_rescale`` multiplies ``grad`` (rows, classes) in place by the one-element ``grad_loss``, leaving at
 once, on the device, if it is 1. It serves ``inplace=True``, where the logits are gone; without it loss-core uses torch.
@@ -124,6 +132,7 @@ class CrossEntropyOptions(NamedTuple):
         z_loss: factor of ``lse ** 2`` added to each row's loss.
         softcap: c, for ``x <- c * tanh(x / c)`` after scaling; None for none.
         logit_scale: factor of the logits, applied first.
+        first_class, total_classes: of a shard of the vocabulary (see above); ``total_classes`` None for a whole one.
     """
 
     ignore_index: int = -100
@@ -132,6 +141,8 @@ class CrossEntropyOptions(NamedTuple):
     z_loss: float = 0.0
     softcap: float | None = None
     logit_scale: float = 1.0
+    first_class: int = 0
+    total_classes: int | None = None
 
 
 class CrossEntropyForward(NamedTuple):

@@ -47,8 +47,12 @@ def from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
 
 def may_be_overwritten(rows: Tensor, input: Tensor) -> bool:
     """Whether `rows` is `input`'s own memory and no two of its elements share an address."""
-    shares = rows.untyped_storage().data_ptr() == input.untyped_storage().data_ptr()
-    return shares and (rows.shape[0] <= 1 or abs(rows.stride(0)) >= rows.shape[1])
+    return share_memory(rows, input) and (rows.shape[0] <= 1 or abs(rows.stride(0)) >= rows.shape[1])
+
+
+def share_memory(rows: Tensor, input: Tensor) -> bool:
+    """Whether `rows`, made from `input`, is a view of it rather than a copy."""
+    return rows.untyped_storage().data_ptr() == input.untyped_storage().data_ptr()
 
 
 _no_guard = contextlib.nullcontext()
@@ -56,8 +60,10 @@ _no_guard = contextlib.nullcontext()
 
 def device_of(input: Tensor) -> AbstractContextManager[object]:
     """A context in which `input`'s device is current, and the former one again afterwards."""
+    if not _several_devices():
+        return _no_guard
     index = input.device.index
-    if index is None or not _several_devices() or index == torch.accelerator.current_device_index():
+    if index is None or index == torch.accelerator.current_device_index():
         return _no_guard
     return torch.accelerator.device_index(index)
 

@@ -8,6 +8,7 @@ Under ``torch.compile`` the middle is one opaque op, which makes the same choice
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from loss_core import registry
 from loss_core.backend import REDUCTIONS, CrossEntropyForward, CrossEntropyOptions, UnsupportedInput
-from loss_core.canonical import class_dim, device_of, from_rows, may_be_overwritten, to_rows
+from loss_core.canonical import class_dim, device_of, from_rows, may_be_overwritten, share_memory, to_rows
 from loss_core.derivative import first_derivative_only
 from loss_core.dtypes import FLOATING, INTEGRAL, accumulation_dtype, kind, names
 from loss_core.reference.cross_entropy import cross_entropy_probabilities
@@ -132,7 +133,7 @@ def cross_entropy(
         >>> round(loss.item(), 4), logits.grad[0].tolist()
         (0.3709, [-0.25, 0.25])
     """
-    options = _options(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
+    options = _checked_options(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
     operands = _operands(input, target, weight, byte_lengths, num_items, dim, options)
     return _run(operands, options, inplace, backend, False).loss
 
@@ -168,7 +169,7 @@ def cross_entropy_with_stats(
         >>> stats.prediction.tolist(), stats.correct.tolist()
         ([1], [True])
     """
-    options = _options(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
+    options = _checked_options(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
     operands = _operands(input, target, weight, byte_lengths, num_items, dim, options)
     if operands.target.is_floating_point():
         raise UnsupportedInput("cross_entropy_with_stats takes class indices, got a floating-point target")
@@ -187,6 +188,11 @@ def cross_entropy_with_stats(
 # Validation
 
 
+def _checked_options(*values: Any) -> CrossEntropyOptions:
+    # The compiler traces the check itself; a loop meets the same few options again and again.
+    return _options(*values) if torch.compiler.is_compiling() else _options_met(*values)
+
+
 def _options(
     ignore_index: int,
     reduction: str,
@@ -197,15 +203,22 @@ def _options(
 ) -> CrossEntropyOptions:
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+    for name, value in (
+        ("ignore_index", ignore_index), ("label_smoothing", label_smoothing), ("z_loss", z_loss),
+        ("softcap", 1.0 if softcap is None else softcap), ("logit_scale", logit_scale),
+    ):  # fmt: skip
+        if not isinstance(value, Real):
+            raise TypeError(f"{name} must be a number, got {kind(value)}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
     if not z_loss >= 0.0:
         raise ValueError(f"z_loss must not be negative, got {z_loss}")
     if softcap is not None and not softcap > 0.0:
         raise ValueError(f"softcap must be positive or None, got {softcap}")
-    if not isinstance(logit_scale, Real):
-        raise TypeError(f"logit_scale must be a number, got {type(logit_scale).__name__}")
     return CrossEntropyOptions(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
+
+
+_options_met = lru_cache(typed=True)(_options)
 
 
 def _operands(
@@ -473,22 +486,21 @@ class _CrossEntropy(torch.autograd.Function):
         overwrite = inplace and may_be_overwritten(logits, input)
         grad = None
         if options.reduction != "none":
-            grad = logits if overwrite else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+            grad = logits if overwrite else torch.empty_like(logits)
         with device_of(input):
             result = backend.cross_entropy_forward(
                 logits, target, weight, byte_lengths, num_items, options, grad=grad, stats=stats
             )
+        ctx.grad, ctx.overwrite, ctx.shape, ctx.call = grad, overwrite, input.shape, call
+        saved: Tensor | None = input
         ctx.rows_saved = False
         if grad is not None and overwrite:
             torch.autograd.graph.increment_version(input)
-            ctx.save_for_backward(None, target, weight, result.lse, result.denominator)
-        else:
+            saved = None
+        elif logits is not input and not share_memory(logits, input):
             # A copy that had to be made is kept; a view is made again, so that autograd watches the input itself.
-            viewed = logits.untyped_storage().data_ptr() == input.untyped_storage().data_ptr()
-            ctx.rows_saved = not viewed
-            ctx.save_for_backward(input if viewed else logits, target, weight, result.lse, result.denominator)
-        ctx.grad, ctx.overwrite = grad, overwrite
-        ctx.options, ctx.shape, ctx.dim, ctx.backend = options, input.shape, dim, backend
+            saved, ctx.rows_saved = logits, True
+        ctx.save_for_backward(saved, target, weight, result.lse, result.denominator)
         if not stats:
             return result.loss
         ctx.set_materialize_grads(False)
@@ -510,6 +522,7 @@ class _CrossEntropy(torch.autograd.Function):
 def _gradient(ctx: Any, grad_loss: Tensor) -> Tensor:
     """The gradient with respect to the input, in memory that the caller may keep."""
     saved, target, weight, lse, denominator = ctx.saved_tensors
+    _, _, _, _, options, dim, _, backend, _ = ctx.call
     # Taken out of ctx: autograd copies a gradient that somebody else still holds.
     grad, ctx.grad = ctx.grad, None
     with device_of(lse):
@@ -519,19 +532,20 @@ def _gradient(ctx: Any, grad_loss: Tensor) -> Tensor:
                     "cross_entropy(inplace=True) gave the logits' memory to the gradient in the first backward; "
                     "a second one through the same graph needs inplace=False"
                 )
-            _rescale(ctx.backend, grad_loss, grad)
-            return from_rows(grad, ctx.shape, ctx.dim)
-        logits = saved if ctx.rows_saved else to_rows(saved, ctx.dim)
+            _rescale(backend, grad_loss, grad)
+            return from_rows(grad, ctx.shape, dim)
+        logits = saved if ctx.rows_saved else to_rows(saved, dim)
         in_forward = grad is not None
         if grad is None:
-            grad = logits if ctx.overwrite else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        ctx.backend.cross_entropy_backward(
-            grad_loss.reshape(-1), logits, target, weight, lse, denominator, ctx.options,
-            grad=grad, skip_if_one=in_forward,
-        )  # fmt: skip
+            grad = logits if ctx.overwrite else torch.empty_like(logits)
+        if options.reduction == "none" and grad_loss.dim() != 1:
+            grad_loss = grad_loss.reshape(-1)
+        backend.cross_entropy_backward(
+            grad_loss, logits, target, weight, lse, denominator, options, grad=grad, skip_if_one=in_forward
+        )
     if ctx.overwrite:
         torch.autograd.graph.increment_version(saved)
-    return from_rows(grad, ctx.shape, ctx.dim)
+    return from_rows(grad, ctx.shape, dim)
 
 
 def _rescale(backend: Any, grad_loss: Tensor, grad: Tensor) -> None:
@@ -552,7 +566,8 @@ def _compiled(
     input, target, weight, byte_lengths, num_items, dim, shape = operands
     if isinstance(num_items, float):
         num_items = torch.full((1,), num_items, dtype=accumulation_dtype(input.dtype), device=input.device)
-    result = _forward_op(input, target, weight, byte_lengths, num_items, *options, dim, stats, backend)
+    # A shard of the vocabulary, the last two options, is no matter of this API.
+    result = _forward_op(input, target, weight, byte_lengths, num_items, *options[:-2], dim, stats, backend)
     # Without statistics their places are empty tensors.
     return _shaped(CrossEntropyForward(*(result if stats else result[:2])), options, shape)
 
@@ -637,7 +652,7 @@ def _backward_op(
 
     def backward(module: Any) -> None:
         module.cross_entropy_backward(
-            grad_loss.reshape(-1), logits, target, weight, lse, denominator if denominator.numel() else None, options,
+            grad_loss, logits, target, weight, lse, denominator if denominator.numel() else None, options,
             grad=grad, skip_if_one=False,
         )  # fmt: skip
 

@@ -11,19 +11,29 @@ schedule that goes with a width is in ``schedules``.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton.language as tl
 from loss_core.backend import CrossEntropyForward, CrossEntropyOptions
 from torch import Tensor
 
+from loss_triton.counters import counters
 from loss_triton.cross_entropy_options import (
     cross_entropy_bwd_kernel,
     cross_entropy_options_fwd_kernel,
     cross_entropy_rescale_kernel,
+    numbers_of,
+    refuse_shard,
 )
-from loss_triton.denominator import launch_denominator
+from loss_triton.denominator import (
+    NUMBER,
+    ONE,
+    Denominator,
+    count_slice,
+    denominator_of_gradient,
+    denominator_of_loss,
+    find_denominator,
+    patience,
+)
 from loss_triton.launch import kernel, refuse_float64
 from loss_triton.rows import (
     LOG2_E,
@@ -52,9 +62,9 @@ from loss_triton.schedules import (
 
 @kernel
 def cross_entropy_fwd_kernel(
-    logits_ptr, target_ptr, denominator_ptr, finished_ptr, row_loss_ptr, lse_ptr, loss_ptr,
-    rows, classes, logits_stride, ignore_index, logit_scale,
-    REDUCE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
+    logits_ptr, target_ptr, counters_ptr, of_row_ptr, denominator_ptr, row_loss_ptr, lse_ptr, loss_ptr,
+    rows, classes, logits_stride: tl.int64, ignore_index: tl.int64, logit_scale: tl.float32, number: tl.float32,
+    REDUCE: tl.constexpr, KIND: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
     LANES: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     """row_loss = lse - x[target], x = logit_scale * logits, logit_scale > 0. One program per row.
@@ -62,8 +72,8 @@ def cross_entropy_fwd_kernel(
     With REDUCE, loss = sum(row_loss) / denominator; the program of the last row adds the rows up, in their order.
 
     logits_ptr: (rows, classes), float; row stride logits_stride, unit stride along classes.
-    target_ptr: (rows,), int32, int64 or uint8. row_loss_ptr, lse_ptr: (rows,), float32.
-    denominator_ptr: (1,) float32, finished_ptr: (1,) int32 at 0, loss_ptr: () float32; None without REDUCE.
+    target_ptr: (rows,), int32, int64 or uint8. row_loss_ptr, lse_ptr: (rows,), float32. With REDUCE counters_ptr:
+    (2,) int64 at 0; loss_ptr: () float32; KIND, of_row_ptr, number and denominator_ptr as in ``Denominator``.
     """
     row = tl.program_id(0)
     target = tl.load(target_ptr + row).to(tl.int64)
@@ -106,17 +116,24 @@ def cross_entropy_fwd_kernel(
     tl.store(row_loss_ptr + row, loss)
     tl.store(lse_ptr + row, lse)
     if REDUCE:
-        row_is_known(finished_ptr)
+        row_is_known(counters_ptr, target != ignore_index)
         if row == rows - 1:
-            wait_for_rows(finished_ptr, rows)
-            tl.store(loss_ptr, sum_of_rows(row_loss_ptr, rows) / tl.load(denominator_ptr))
+            live_rows = wait_for_rows(counters_ptr, rows)
+            denominator = denominator_of_loss(
+                live_rows, target_ptr, of_row_ptr, number, rows, classes, ignore_index, KIND, LANES
+            )
+            tl.store(loss_ptr, sum_of_rows(row_loss_ptr, rows, LANES) / denominator)
+            if denominator_ptr is not None:
+                tl.store(denominator_ptr, denominator)
 
 
 @kernel
 def cross_entropy_fwd_grad_kernel(
-    logits_ptr, target_ptr, denominator_ptr, finished_ptr, row_loss_ptr, lse_ptr, grad_ptr, loss_ptr,
-    rows, classes, logits_stride, grad_stride, ignore_index, logit_scale,
-    VECTOR: tl.constexpr, EDGES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
+    logits_ptr, target_ptr, counters_ptr, of_row_ptr, denominator_ptr, row_loss_ptr, lse_ptr, grad_ptr, loss_ptr,
+    rows, classes, logits_stride: tl.int64, grad_stride: tl.int64, ignore_index: tl.int64,
+    logit_scale: tl.float32, number: tl.float32,
+    KIND: tl.constexpr, PATIENCE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
+    LANES: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     """grad = logit_scale * (softmax(x) - onehot(target)) / denominator, and loss as in the forward kernel.
 
@@ -126,7 +143,6 @@ def cross_entropy_fwd_grad_kernel(
     """
     row = tl.program_id(0)
     target = tl.load(target_ptr + row).to(tl.int64)
-    denominator = tl.load(denominator_ptr)
     row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
     grad_row_ptr = grad_ptr + tl.cast(row, tl.int64) * grad_stride
     head, body = body_of(row_ptr, classes, VECTOR, EDGES)
@@ -137,6 +153,7 @@ def cross_entropy_fwd_grad_kernel(
     held_columns = block_columns(blocks * BLOCK, HOLD, LANES * VECTOR)
     in_held = held_columns < body
     held = tl.load(vectors(row_ptr + head, held_columns, VECTOR), mask=in_held, other=float("-inf"))
+    count_slice(counters_ptr, target_ptr, rows, ignore_index, KIND, LANES)
     loss = 0.0
     lse = 0.0
     peak = 0.0
@@ -172,8 +189,12 @@ def cross_entropy_fwd_grad_kernel(
         loss = tl.log(total) - (x_target - peak) * logit_scale
     tl.store(row_loss_ptr + row, loss)
     tl.store(lse_ptr + row, lse)
-    # Before the gradient, whose stores it would wait for.
-    row_is_known(finished_ptr)
+    denominator = denominator_of_gradient(
+        counters_ptr, target_ptr, of_row_ptr, number, rows, ignore_index, KIND, PATIENCE, LANES
+    )
+    # Before the gradient, whose stores it would wait for; after the counters were read, which are set back when all
+    # rows are known.
+    row_is_known(counters_ptr, live)
     if live:
         of_target = logit_scale / denominator
         of_softmax = tl.where(valid, of_target / total, float("nan"))
@@ -194,32 +215,10 @@ def cross_entropy_fwd_grad_kernel(
     else:
         zero_row(grad_row_ptr, classes, head, body, VECTOR, EDGES, LANES, BLOCK)
     if row == rows - 1:
-        wait_for_rows(finished_ptr, rows)
-        tl.store(loss_ptr, sum_of_rows(row_loss_ptr, rows) / denominator)
-
-
-class _Results(NamedTuple):
-    """What a forward fills; see ``CrossEntropyForward``. For the scalar reductions the rows' losses are in between."""
-
-    row_loss: Tensor
-    lse: Tensor
-    loss: Tensor | None
-    row_z_loss: Tensor | None
-    z_loss: Tensor | None
-    prediction: Tensor | None
-    correct: Tensor | None
-
-
-def _results(rows: int, device: torch.device, reduce: bool, stats: bool) -> _Results:
-    row_loss = torch.empty(rows, dtype=torch.float32, device=device)
-    lse = torch.empty(rows, dtype=torch.float32, device=device)
-    loss = torch.empty((), dtype=torch.float32, device=device) if reduce else None
-    if not stats:
-        return _Results(row_loss, lse, loss, None, None, None, None)
-    z_loss = torch.empty((), dtype=torch.float32, device=device) if reduce else None
-    prediction = torch.empty(rows, dtype=torch.int64, device=device)
-    correct = torch.empty(rows, dtype=torch.bool, device=device)
-    return _Results(row_loss, lse, loss, torch.empty_like(row_loss), z_loss, prediction, correct)
+        wait_for_rows(counters_ptr, rows)
+        tl.store(loss_ptr, sum_of_rows(row_loss_ptr, rows, LANES) / denominator)
+        if denominator_ptr is not None:
+            tl.store(denominator_ptr, denominator)
 
 
 def cross_entropy_forward(
@@ -233,87 +232,120 @@ def cross_entropy_forward(
     grad: Tensor | None,
     stats: bool,
 ) -> CrossEntropyForward:
-    """See ``loss_core.backend``. One launch over the rows, and one before it for the denominator of a reduction."""
+    """See ``loss_core.backend``. One launch; two where class weights or bytes have to be summed before a gradient."""
     refuse_float64(logits)
+    plain = (
+        weight is None and not stats and options.logit_scale > 0 and options.total_classes is None
+        and not options.label_smoothing and not options.z_loss and options.softcap is None
+    )  # fmt: skip
+    if options.total_classes is not None:
+        refuse_shard(weight, options, stats, forward=True)
     rows, classes = logits.shape
-    reduce = options.reduction != "none"
-    results = _results(rows, logits.device, reduce, stats)
-    denominator = finished = None
-    if reduce:
-        denominator, finished = launch_denominator(target, weight, byte_lengths, num_items, options, classes)
-    if rows:
-        plain = (
-            weight is None and not stats and options.logit_scale > 0
-            and not options.label_smoothing and not options.z_loss and options.softcap is None
-        )  # fmt: skip
-        launch = _launch_plain if plain else _launch_options
-        launch(logits, target, weight, options, denominator, finished, grad, results)
-    row_loss, lse, loss, row_z_loss, z_loss, prediction, correct = results
-    if not reduce:
-        return CrossEntropyForward(row_loss, lse, None, row_z_loss, prediction, correct)
-    if not rows:
-        loss = (0.0 / denominator).reshape(())  # type: ignore[operator,union-attr]
-        z_loss = loss.clone() if stats else None
-    if options.reduction == "sum":
+    if options.reduction == "none":
         denominator = None
-    return CrossEntropyForward(loss, lse, denominator, z_loss, prediction, correct)  # type: ignore[arg-type]
+    else:
+        denominator = find_denominator(
+            target, weight, byte_lengths, num_items, options, classes, gradient=grad is not None
+        )
+    if not rows:
+        return _of_no_rows(logits, denominator, stats)
+    if plain:
+        return _forward_plain(logits, target, denominator, options, grad)
+    return _forward_options(logits, target, weight, denominator, options, grad, stats)
 
 
-def _launch_plain(
+def _of_no_rows(logits: Tensor, denominator: Denominator | None, stats: bool) -> CrossEntropyForward:
+    rows = torch.empty(0, dtype=torch.float32, device=logits.device)
+    result, loss = None, rows
+    if denominator is not None:
+        kind, _, number, result = denominator
+        if result is not None and result is not denominator.of_row:
+            result.fill_(number if kind is NUMBER else 0.0)
+        loss = torch.zeros((), device=logits.device) if result is None else (0.0 / result).reshape(())
+    if not stats:
+        return CrossEntropyForward(loss, rows, result)
+    return CrossEntropyForward(
+        loss, rows, result, loss.clone(), rows.to(torch.int64), rows.to(torch.bool)
+    )  # fmt: skip
+
+
+_NO_DENOMINATOR = Denominator(ONE, None, 1.0, None)
+
+
+def _forward_plain(
     logits: Tensor,
     target: Tensor,
-    weight: None,
+    denominator: Denominator | None,
     options: CrossEntropyOptions,
-    denominator: Tensor | None,
-    finished: Tensor | None,
     grad: Tensor | None,
-    results: _Results,
-) -> None:
+) -> CrossEntropyForward:
     rows, classes = logits.shape
-    row_loss, lse, loss, *_ = results
+    device, size = logits.device, logits.element_size()
+    kind, of_row, number, result = denominator or _NO_DENOMINATOR
+    lse = torch.empty(rows, dtype=torch.float32, device=device)
+    row_loss = torch.empty(rows, dtype=torch.float32, device=device)
+    words = loss = None
+    if denominator is not None:
+        words, loss = counters(device), torch.empty((), dtype=torch.float32, device=device)
     vector, edges = alignment(logits, grad)
-    key = logits.device.index, logits.dtype, target.dtype
-    stride, scalars = logits.stride(0), (options.ignore_index, options.logit_scale)
+    key = device.index, logits.dtype, target.dtype, None if of_row is None else of_row.dtype, result is None
+    stride, ignore_index, logit_scale = logits.stride(0), options.ignore_index, options.logit_scale
     if grad is None:
-        lanes, block, hold = forward_schedule(classes, logits.element_size(), vector)
+        lanes, block, hold = forward_schedule(classes, size, vector)
         cross_entropy_fwd_kernel(
             rows, key,
-            (logits, target, denominator, finished, row_loss, lse, loss, rows, classes, stride, *scalars),
-            (loss is not None, vector, edges, lanes, block, hold), lanes,
+            (logits, target, words, of_row, result, row_loss, lse, loss,
+             rows, classes, stride, ignore_index, logit_scale, number),
+            (loss is not None, kind, vector, edges, lanes, block, hold), lanes,
         )  # fmt: skip
     else:
-        lanes, block, hold = gradient_schedule(classes, logits.element_size(), vector)
+        lanes, block, hold = gradient_schedule(classes, size, vector)
         cross_entropy_fwd_grad_kernel(
             rows, key,
-            (logits, target, denominator, finished, row_loss, lse, grad, loss,
-             rows, classes, stride, grad.stride(0), *scalars),
-            (vector, edges, lanes, block, hold), lanes,
+            (logits, target, words, of_row, result, row_loss, lse, grad, loss,
+             rows, classes, stride, grad.stride(0), ignore_index, logit_scale, number),
+            (kind, patience(device), vector, edges, lanes, block, hold), lanes,
         )  # fmt: skip
+    return CrossEntropyForward(row_loss if loss is None else loss, lse, result)
 
 
-def _launch_options(
+def _forward_options(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
+    denominator: Denominator | None,
     options: CrossEntropyOptions,
-    denominator: Tensor | None,
-    finished: Tensor | None,
     grad: Tensor | None,
-    results: _Results,
-) -> None:
+    stats: bool,
+) -> CrossEntropyForward:
     rows, classes = logits.shape
+    device = logits.device
+    kind, of_row, number, result = denominator or _NO_DENOMINATOR
+    row_loss = torch.empty(rows, dtype=torch.float32, device=device)
+    lse = torch.empty_like(row_loss)
+    words = loss = row_z_loss = z_loss = prediction = correct = None
+    if denominator is not None:
+        words, loss = counters(device), torch.empty((), dtype=torch.float32, device=device)
+    if stats:
+        row_z_loss, z_loss = torch.empty_like(row_loss), None if loss is None else torch.empty_like(loss)
+        prediction = torch.empty(rows, dtype=torch.int64, device=device)
+        correct = torch.empty(rows, dtype=torch.bool, device=device)
     vector, edges = alignment(logits, grad)
     lanes, block, hold = options_schedule(classes, vector)
     cross_entropy_options_fwd_kernel(
         rows,
-        (logits.device.index, logits.dtype, target.dtype),
-        (logits, target, weight, denominator, finished, *results[:2], grad, *results[2:],
-         rows, classes, logits.stride(0), 0 if grad is None else grad.stride(0),
-         options.ignore_index, options.label_smoothing, options.z_loss, options.softcap or 0.0, options.logit_scale),
-        (results.loss is not None, weight is not None, options.label_smoothing > 0, options.softcap is not None,
-         results.prediction is not None, grad is not None, vector, edges, lanes, block, hold),
+        (device.index, logits.dtype, target.dtype, None if of_row is None else of_row.dtype, result is None),
+        (logits, target, weight, words, of_row, result, row_loss, lse, grad, loss, row_z_loss, z_loss, prediction,
+         correct, rows, classes, logits.stride(0), 0 if grad is None else grad.stride(0), *numbers_of(options, classes),
+         number),
+        (denominator is not None, kind, patience(device), weight is not None, options.label_smoothing > 0,
+         options.softcap is not None, options.total_classes is not None, stats, grad is not None,
+         vector, edges, lanes, block, hold),
         lanes,
     )  # fmt: skip
+    if loss is None:
+        return CrossEntropyForward(row_loss, lse, None, row_z_loss, prediction, correct)
+    return CrossEntropyForward(loss, lse, result, z_loss, prediction, correct)
 
 
 def cross_entropy_backward(
@@ -330,25 +362,29 @@ def cross_entropy_backward(
 ) -> None:
     """See ``loss_core.backend``. One launch."""
     refuse_float64(logits)
+    if options.total_classes is not None:
+        refuse_shard(weight, options, False, forward=False)
     rows, classes = logits.shape
     if not rows:
         return
     vector, edges = alignment(logits, grad)
     lanes, block = backward_schedule(classes, vector)
+    device = logits.device
     cross_entropy_bwd_kernel(
-        programs(rows, logits.device),
-        (logits.device.index, logits.dtype, target.dtype, grad_loss.dtype, denominator is None),
+        programs(rows, device),
+        (device.index, logits.dtype, target.dtype, grad_loss.dtype, denominator is None),
         (grad_loss, logits, target, weight, lse, denominator, grad,
          rows, classes, grad_loss.stride(0) if options.reduction == "none" else 0, logits.stride(0), grad.stride(0),
-         options.ignore_index, options.label_smoothing, options.z_loss, options.softcap or 0.0, options.logit_scale),
-        (weight is not None, options.label_smoothing > 0, options.softcap is not None, skip_if_one,
-         vector, edges, lanes, block),
+         *numbers_of(options, classes)),
+        (weight is not None, options.label_smoothing > 0, options.softcap is not None,
+         options.total_classes is not None, skip_if_one, vector, edges, lanes, block),
         lanes,
     )  # fmt: skip
 
 
 def cross_entropy_rescale(grad_loss: Tensor, grad: Tensor) -> None:
     """See ``loss_core.backend``. One launch."""
+    refuse_float64(grad)
     rows, classes = grad.shape
     if not rows:
         return

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from loss_core.backend import CrossEntropyOptions, UnsupportedInput
+from torch import Tensor
 
+from loss_triton.denominator import count_slice, denominator_of_gradient, denominator_of_loss
 from loss_triton.launch import kernel
 from loss_triton.rows import (
     LOG2_E,
@@ -37,6 +40,20 @@ def _all_max(x):
 @triton.jit
 def _all_sum(x):
     return tl.sum(tl.sum(x, 1), 0)
+
+
+@triton.jit
+def _place(target, classes, first_class, total_classes, SHARD: tl.constexpr):
+    """The target's column, whether it is one of this row's, and whether there is such a class."""
+    if SHARD:
+        column = target - first_class
+        here = (column >= 0) & (column < classes)
+        valid = (target >= 0) & (target < total_classes)
+    else:
+        column = target
+        here = (target >= 0) & (target < classes)
+        valid = here
+    return column, here, valid
 
 
 @triton.jit
@@ -71,11 +88,11 @@ def _take(
 
 @triton.jit
 def _gradient(
-    x, columns, inside, lse, target, of_softmax, of_target, of_each, factor, weight_ptr, softcap,
+    x, columns, inside, lse, column, of_softmax, of_target, of_each, factor, weight_ptr, softcap,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """factor * d loss / d (logit_scale * logits) of a block of x."""
-    grad = tl.exp2((x - lse) * LOG2_E) * of_softmax - tl.where(columns == target, of_target, 0.0)
+    """factor * d loss / d (logit_scale * logits) of a block of x; column: where the target is."""
+    grad = tl.exp2((x - lse) * LOG2_E) * of_softmax - tl.where(columns == column, of_target, 0.0)
     if SMOOTH:
         grad -= of_each * tl.load(weight_ptr + columns, mask=inside, other=0.0) if HAS_WEIGHT else of_each
     if CAPPED:
@@ -86,17 +103,20 @@ def _gradient(
 
 @kernel
 def cross_entropy_options_fwd_kernel(
-    logits_ptr, target_ptr, weight_ptr, denominator_ptr, finished_ptr,
+    logits_ptr, target_ptr, weight_ptr, counters_ptr, of_row_ptr, denominator_ptr,
     row_loss_ptr, lse_ptr, grad_ptr, loss_ptr, row_z_loss_ptr, z_loss_ptr, prediction_ptr, correct_ptr,
-    rows, classes, logits_stride, grad_stride, ignore_index, label_smoothing, z_loss, softcap, logit_scale,
-    REDUCE: tl.constexpr, HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr, STATS: tl.constexpr,
-    GRAD: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
-    LANES: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
+    rows, classes, logits_stride: tl.int64, grad_stride: tl.int64, ignore_index: tl.int64,
+    first_class: tl.int64, total_classes: tl.int64,
+    label_smoothing: tl.float32, z_loss: tl.float32, softcap: tl.float32, logit_scale: tl.float32, number: tl.float32,
+    REDUCE: tl.constexpr, KIND: tl.constexpr, PATIENCE: tl.constexpr, HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr,
+    CAPPED: tl.constexpr, SHARD: tl.constexpr, STATS: tl.constexpr, GRAD: tl.constexpr,
+    VECTOR: tl.constexpr, EDGES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     """The loss of this module's docstring, one program per row; with GRAD also its gradient / denominator.
 
     Pointers as in the plain kernels, and weight_ptr: (classes,) float32. With STATS row_z_loss_ptr: (rows,) float32,
-    z_loss_ptr: () float32 (with REDUCE), prediction_ptr: (rows,) int64, correct_ptr: (rows,) bool.
+    z_loss_ptr: () float32 (with REDUCE), prediction_ptr: (rows,) int64, correct_ptr: (rows,) bool. With SHARD the
+    classes are those from first_class on of total_classes.
     """
     row = tl.program_id(0)
     target = tl.load(target_ptr + row).to(tl.int64)
@@ -108,9 +128,15 @@ def cross_entropy_options_fwd_kernel(
     blocks = tl.cdiv(tl.maximum(body - HOLD, 0), BLOCK)
     held_columns = block_columns(blocks * BLOCK, HOLD, LANES * VECTOR)
     in_held = held_columns < body
+    if GRAD:
+        count_slice(counters_ptr, target_ptr, rows, ignore_index, KIND, LANES)
     loss = 0.0
     lse = 0.0
     row_z_loss = 0.0
+    if GRAD:
+        denominator = denominator_of_gradient(
+            counters_ptr, target_ptr, of_row_ptr, number, rows, ignore_index, KIND, PATIENCE, LANES
+        )
     if live or STATS:
         state = (float("-inf"), 0.0, 0.0, 0.0, float("-inf"), 2147483647)
         for block in range(blocks):
@@ -134,11 +160,12 @@ def cross_entropy_options_fwd_kernel(
             tl.store(prediction_ptr + row, best_column.to(tl.int64))
             tl.store(correct_ptr + row, live & (best_column == target))
         if live:
-            valid = (target >= 0) & (target < classes)
-            # A target out of range reads nothing and makes its row NaN.
-            x_target = tl.load(row_ptr + target, mask=valid, other=float("nan")).to(tl.float32) * logit_scale
+            column, here, valid = _place(target, classes, first_class, total_classes, SHARD)
+            # A target out of range reads nothing and makes its row NaN; one of another shard is left to it.
+            x_target = tl.load(row_ptr + column, mask=here, other=0.0).to(tl.float32) * logit_scale
             if CAPPED:
                 x_target = softcapped(x_target, softcap)
+            x_target = tl.where(valid, x_target, float("nan"))
             weight = tl.load(weight_ptr + target, mask=valid, other=0.0) if HAS_WEIGHT else 1.0
             of_target = (1.0 - label_smoothing) * weight
             row_z_loss = z_loss * lse * lse
@@ -149,10 +176,10 @@ def cross_entropy_options_fwd_kernel(
                 loss += of_each * (mass * tl.log(total) - deviation)
                 of_softmax += of_each * mass
             if GRAD:
-                factor = tl.where(valid, logit_scale / tl.load(denominator_ptr), float("nan"))
+                factor = tl.where(valid, logit_scale / denominator, float("nan"))
                 grad_row_ptr = grad_ptr + tl.cast(row, tl.int64) * grad_stride
                 held_grad = _gradient(
-                    x_held, head + held_columns, in_held, lse, target, of_softmax, of_target, of_each, factor,
+                    x_held, head + held_columns, in_held, lse, column, of_softmax, of_target, of_each, factor,
                     weight_ptr, softcap, HAS_WEIGHT, SMOOTH, CAPPED,
                 ).to(grad_ptr.dtype.element_ty)  # fmt: skip
                 tl.store(vectors(grad_row_ptr + head, held_columns, VECTOR), held_grad, mask=in_held)
@@ -162,13 +189,13 @@ def cross_entropy_options_fwd_kernel(
                     if CAPPED:
                         x = softcapped(x, softcap)
                     grad = _gradient(
-                        x, head + columns, columns < body, lse, target, of_softmax, of_target, of_each, factor,
+                        x, head + columns, columns < body, lse, column, of_softmax, of_target, of_each, factor,
                         weight_ptr, softcap, HAS_WEIGHT, SMOOTH, CAPPED,
                     ).to(grad_ptr.dtype.element_ty)  # fmt: skip
                     tl.store(vectors(grad_row_ptr + head, columns, VECTOR), grad)
                 if EDGES:
                     edge_grad = _gradient(
-                        x_edge, edges, in_edge, lse, target, of_softmax, of_target, of_each, factor,
+                        x_edge, edges, in_edge, lse, column, of_softmax, of_target, of_each, factor,
                         weight_ptr, softcap, HAS_WEIGHT, SMOOTH, CAPPED,
                     ).to(grad_ptr.dtype.element_ty)  # fmt: skip
                     tl.store(grad_row_ptr + edges, edge_grad, mask=in_edge)
@@ -179,21 +206,28 @@ def cross_entropy_options_fwd_kernel(
     if STATS:
         tl.store(row_z_loss_ptr + row, row_z_loss)
     if REDUCE:
-        row_is_known(finished_ptr)
+        row_is_known(counters_ptr, live)
         if row == rows - 1:
-            wait_for_rows(finished_ptr, rows)
-            denominator = tl.load(denominator_ptr)
-            tl.store(loss_ptr, sum_of_rows(row_loss_ptr, rows) / denominator)
+            live_rows = wait_for_rows(counters_ptr, rows)
+            if not GRAD:
+                denominator = denominator_of_loss(
+                    live_rows, target_ptr, of_row_ptr, number, rows, classes, ignore_index, KIND, LANES
+                )
+            if denominator_ptr is not None:
+                tl.store(denominator_ptr, denominator)
+            tl.store(loss_ptr, sum_of_rows(row_loss_ptr, rows, LANES) / denominator)
             if STATS:
-                tl.store(z_loss_ptr, sum_of_rows(row_z_loss_ptr, rows) / denominator)
+                tl.store(z_loss_ptr, sum_of_rows(row_z_loss_ptr, rows, LANES) / denominator)
 
 
 @kernel
 def cross_entropy_bwd_kernel(
     grad_loss_ptr, logits_ptr, target_ptr, weight_ptr, lse_ptr, denominator_ptr, grad_ptr,
-    rows, classes, grad_loss_stride, logits_stride, grad_stride,
-    ignore_index, label_smoothing, z_loss, softcap, logit_scale,
-    HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr, SKIP_IF_ONE: tl.constexpr,
+    rows, classes, grad_loss_stride: tl.int64, logits_stride: tl.int64, grad_stride: tl.int64, ignore_index: tl.int64,
+    first_class: tl.int64, total_classes: tl.int64,
+    label_smoothing: tl.float32, z_loss: tl.float32, softcap: tl.float32, logit_scale: tl.float32,
+    HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr, SHARD: tl.constexpr,
+    SKIP_IF_ONE: tl.constexpr,
     VECTOR: tl.constexpr, EDGES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """grad = grad_loss * d loss / d logits, from the logits and their saved lse; the plain case is one of its options.
@@ -222,7 +256,7 @@ def cross_entropy_bwd_kernel(
         head, body = body_of(row_ptr, classes, VECTOR, EDGES)
         if target != ignore_index:
             lse = tl.load(lse_ptr + row)
-            valid = (target >= 0) & (target < classes)
+            column, _, valid = _place(target, classes, first_class, total_classes, SHARD)
             upstream = tl.load(grad_loss_ptr + tl.cast(row, tl.int64) * grad_loss_stride).to(tl.float32)
             factor = tl.where(valid, logit_scale * upstream / denominator, float("nan"))
             weight = tl.load(weight_ptr + target, mask=valid, other=0.0) if HAS_WEIGHT else 1.0
@@ -236,7 +270,7 @@ def cross_entropy_bwd_kernel(
                 if CAPPED:
                     x = softcapped(x, softcap)
                 grad = _gradient(
-                    x, head + columns, inside, lse, target, of_softmax, of_target, of_each, factor,
+                    x, head + columns, inside, lse, column, of_softmax, of_target, of_each, factor,
                     weight_ptr, softcap, HAS_WEIGHT, SMOOTH, CAPPED,
                 ).to(grad_ptr.dtype.element_ty)  # fmt: skip
                 tl.store(vectors(grad_row_ptr + head, columns, VECTOR), grad, mask=inside)
@@ -246,7 +280,7 @@ def cross_entropy_bwd_kernel(
                 if CAPPED:
                     x = softcapped(x, softcap)
                 edge_grad = _gradient(
-                    x, edges, in_edge, lse, target, of_softmax, of_target, of_each, factor,
+                    x, edges, in_edge, lse, column, of_softmax, of_target, of_each, factor,
                     weight_ptr, softcap, HAS_WEIGHT, SMOOTH, CAPPED,
                 ).to(grad_ptr.dtype.element_ty)  # fmt: skip
                 tl.store(grad_row_ptr + edges, edge_grad, mask=in_edge)
@@ -256,7 +290,7 @@ def cross_entropy_bwd_kernel(
 
 @kernel
 def cross_entropy_rescale_kernel(
-    grad_loss_ptr, grad_ptr, rows, classes, grad_stride,
+    grad_loss_ptr, grad_ptr, rows, classes, grad_stride: tl.int64,
     VECTOR: tl.constexpr, EDGES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """grad *= grad_loss, unless that is 1. One program takes every num_programs-th row.
@@ -278,3 +312,20 @@ def cross_entropy_rescale_kernel(
             edges, in_edge = edge_columns(head, body, classes, VECTOR)
             edge_grad = tl.load(row_ptr + edges, mask=in_edge).to(tl.float32) * grad_loss
             tl.store(row_ptr + edges, edge_grad.to(grad_ptr.dtype.element_ty), mask=in_edge)
+
+
+def numbers_of(options: CrossEntropyOptions, classes: int) -> tuple[float, ...]:
+    """The kernels' arguments from ignore_index to logit_scale."""
+    ignore_index, _, label_smoothing, z_loss, softcap, logit_scale, first_class, total_classes = options
+    return ignore_index, first_class, total_classes or classes, label_smoothing, z_loss, softcap or 0.0, logit_scale
+
+
+def refuse_shard(weight: Tensor | None, options: CrossEntropyOptions, stats: bool, *, forward: bool) -> None:
+    """Raise UnsupportedInput for what a shard of the vocabulary cannot know of the others."""
+    if weight is not None or options.label_smoothing or stats:
+        raise UnsupportedInput("a shard of the vocabulary goes without weight, label_smoothing and statistics")
+    if forward and (options.z_loss or options.reduction != "none"):
+        raise UnsupportedInput(
+            "the forward of a shard of the vocabulary goes with z_loss=0 and reduction='none', "
+            f"got {options.z_loss} and {options.reduction!r}"
+        )

@@ -1,91 +1,182 @@
-"""What the sum of the losses is divided by. One program, so that the order of the sum is fixed."""
+"""What the sum of the losses is divided by.
+
+A gradient is divided by it before it is written, so a kernel that writes one has to know it early. The number of rows
+that are not ignored is counted by the first programs of that kernel, a slice of the targets each; other programs meet
+the result long before they need it. Sums of class weights, whose order has to be fixed, and of byte lengths take a
+launch of their own there. Without a gradient all of this has time until the last row is known.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from loss_core.backend import CrossEntropyOptions
 from torch import Tensor
 
 from loss_triton.launch import kernel
 
-# What the denominator is; a constant of the kernel.
-ONE, ROWS, WEIGHTS, BYTES, NUMBER, TENSOR = map(tl.constexpr, range(6))
+# What the denominator is; a constant of the kernels.
+ONE, ROWS, NUMBER, TENSOR, WEIGHTS, BYTES = map(tl.constexpr, range(6))
+
+# Programs that count, and what each adds to the count when it is through.
+_SLICES = tl.constexpr(128)
+_SLICE = tl.constexpr(1 << 40)
+
+# How often a program looks for the count, about a microsecond each, before it counts for itself.
+_PATIENCE = 2048
+
+
+@triton.jit
+def sum_over_targets(
+    target_ptr, of_row_ptr, start, end, classes, ignore_index, KIND: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Sum over the rows in [start, end) that are not ignored: of 1, of their target's weight or of their bytes."""
+    offsets = tl.arange(0, WIDTH)
+    # Counts are exact in integers; in float32 they would end at 2**24.
+    counted = tl.zeros((WIDTH,), tl.float32 if KIND == WEIGHTS else tl.int64)
+    for first in range(start, end, WIDTH):
+        inside = first + offsets < end
+        target = tl.load(target_ptr + first + offsets, mask=inside, other=0).to(tl.int64)
+        live = inside & (target != ignore_index)
+        if KIND == ROWS:
+            counted += live.to(tl.int64)
+        elif KIND == WEIGHTS:
+            live = live & (target >= 0) & (target < classes)
+            counted += tl.load(of_row_ptr + target, mask=live, other=0.0)
+        else:
+            counted += tl.load(of_row_ptr + first + offsets, mask=live, other=0).to(tl.int64)
+    return tl.sum(counted, 0)
+
+
+@triton.jit
+def count_slice(counters_ptr, target_ptr, rows, ignore_index, KIND: tl.constexpr, LANES: tl.constexpr):
+    """The share in counting of this program, for those that have one."""
+    if KIND == ROWS:
+        slices = tl.minimum(rows, _SLICES)
+        slice = tl.program_id(0)
+        if slice < slices:
+            size = tl.cdiv(rows, slices)
+            end = tl.minimum(slice * size + size, rows)
+            live = sum_over_targets(target_ptr, None, slice * size, end, 0, ignore_index, ROWS, LANES)
+            tl.atomic_add(counters_ptr + 1, live + _SLICE, sem="relaxed")
+
+
+@triton.jit
+def denominator_of_gradient(
+    counters_ptr, target_ptr, of_row_ptr, number, rows, ignore_index,
+    KIND: tl.constexpr, PATIENCE: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The denominator, for a program that is about to write a gradient; KIND: ONE, ROWS, NUMBER or TENSOR.
+
+    No program waits for good: which programs run first is not known, so one whose patience ends counts all targets.
+    """
+    if KIND == ROWS:
+        complete = tl.cast(tl.minimum(rows, _SLICES), tl.int64) * _SLICE
+        # Threads may see different values; what they do must be the same, so the least of them decides.
+        word = tl.min(tl.load(counters_ptr + tl.full((LANES,), 1, tl.int32), volatile=True), 0)
+        tries = 0
+        while (word < complete) & (tries < PATIENCE):
+            word = tl.atomic_add(counters_ptr + 1, 0, sem="relaxed")
+            tries += 1
+        live = word % _SLICE
+        if word < complete:
+            live = sum_over_targets(target_ptr, None, 0, rows, 0, ignore_index, ROWS, LANES)
+        denominator = live.to(tl.float32)
+    elif KIND == NUMBER:
+        denominator = number
+    elif KIND == TENSOR:
+        denominator = tl.load(of_row_ptr).to(tl.float32)
+    else:
+        denominator = 1.0
+    return denominator
+
+
+@triton.jit
+def denominator_of_loss(
+    live, target_ptr, of_row_ptr, number, rows, classes, ignore_index, KIND: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """The denominator, for the program that adds the rows up; live: rows not ignored."""
+    if KIND == ROWS:
+        denominator = live.to(tl.float32)
+    elif KIND == NUMBER:
+        denominator = number
+    elif KIND == TENSOR:
+        denominator = tl.load(of_row_ptr).to(tl.float32)
+    elif KIND == ONE:
+        denominator = 1.0
+    else:
+        denominator = sum_over_targets(
+            target_ptr, of_row_ptr, 0, rows, classes, ignore_index, KIND, 8 * LANES
+        ).to(tl.float32)  # fmt: skip
+    return denominator
 
 
 @kernel
 def cross_entropy_denominator_kernel(
-    target_ptr, of_row_ptr, number, denominator_ptr, finished_ptr, rows, classes, ignore_index,
-    KIND: tl.constexpr, BLOCK: tl.constexpr,
+    target_ptr, of_row_ptr, denominator_ptr, rows, classes, ignore_index: tl.int64,
+    KIND: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """What has to be known before the rows are: denominator_ptr (1,) float32; and finished_ptr (1,) int32 is set to 0.
+    """denominator_ptr (1,) float32 = the sum of weights or bytes. One program, so that the order is fixed.
 
-    One program. target_ptr: (rows,). of_row_ptr: for WEIGHTS the (classes,) float32 weights; for BYTES the (rows,)
-    integer byte lengths; for TENSOR the (1,) denominator; else None. number: for NUMBER the denominator.
+    target_ptr: (rows,). of_row_ptr: for WEIGHTS the (classes,) float32 weights; for BYTES the (rows,) integers.
     """
-    denominator = 1.0
-    if KIND == NUMBER:
-        denominator = number
-    elif KIND == TENSOR:
-        denominator = tl.load(of_row_ptr).to(tl.float32)
-    elif KIND != ONE:
-        offsets = tl.arange(0, BLOCK)
-        # Counts are exact in integers; in float32 they would end at 2**24.
-        counted = tl.zeros((BLOCK,), tl.float32 if KIND == WEIGHTS else tl.int64)
-        for start in range(0, rows, BLOCK):
-            inside = start + offsets < rows
-            target = tl.load(target_ptr + start + offsets, mask=inside, other=0).to(tl.int64)
-            live = inside & (target != ignore_index)
-            if KIND == ROWS:
-                counted += live.to(tl.int64)
-            elif KIND == WEIGHTS:
-                live = live & (target >= 0) & (target < classes)
-                counted += tl.load(of_row_ptr + target, mask=live, other=0.0)
-            else:
-                counted += tl.load(of_row_ptr + start + offsets, mask=live, other=0).to(tl.int64)
-        denominator = tl.sum(counted, 0).to(tl.float32)
-    tl.store(denominator_ptr, denominator)
-    tl.store(finished_ptr, 0)
+    total = sum_over_targets(target_ptr, of_row_ptr, 0, rows, classes, ignore_index, KIND, WIDTH)
+    tl.store(denominator_ptr, total.to(tl.float32))
 
 
-def launch_denominator(
+class Denominator(NamedTuple):
+    """Where the kernels of a call find the denominator.
+
+    Attributes:
+        kind: ONE, ROWS, ... above.
+        of_row: for WEIGHTS the weights, for BYTES the byte lengths, for TENSOR the denominator; else None.
+        number: the denominator itself, for NUMBER.
+        result: (1,) float32, holds the denominator when the kernels have run; None for ONE.
+    """
+
+    kind: Any
+    of_row: Tensor | None
+    number: float
+    result: Tensor | None
+
+
+def find_denominator(
     target: Tensor,
     weight: Tensor | None,
     byte_lengths: Tensor | None,
     num_items: Tensor | float | None,
     options: CrossEntropyOptions,
     classes: int,
-) -> tuple[Tensor, Tensor]:
-    """The (1,) float32 denominator of a scalar reduction, and the (1,) int32 counter of finished programs, at 0."""
-    device = target.device
-    denominator = torch.empty(1, dtype=torch.float32, device=device)
-    finished = torch.empty(1, dtype=torch.int32, device=device)
-    kind, of_row, number = _kind(weight, byte_lengths, num_items, options)
+    *,
+    gradient: bool,
+) -> Denominator:
+    """The denominator of a scalar reduction; launches what has to be known before a kernel with `gradient`."""
+    if options.reduction == "sum":
+        return Denominator(ONE, None, 1.0, None)
+    if isinstance(num_items, Tensor):
+        return Denominator(TENSOR, num_items, 1.0, num_items)
+    result = torch.empty(1, dtype=torch.float32, device=target.device)
+    if num_items is not None:
+        return Denominator(NUMBER, None, num_items, result)
+    if weight is None and byte_lengths is None:
+        return Denominator(ROWS, None, 1.0, result)
+    kind, of_row = (BYTES, byte_lengths) if byte_lengths is not None else (WEIGHTS, weight)
+    if not gradient:
+        return Denominator(kind, of_row, 1.0, result)
     rows = target.shape[0]
     cross_entropy_denominator_kernel(
         1,
-        (device.index, target.dtype, None if of_row is None else of_row.dtype),
-        (target, of_row, number, denominator, finished, rows, classes, options.ignore_index),
+        (target.device.index, target.dtype, of_row.dtype),  # type: ignore[union-attr]
+        (target, of_row, result, rows, classes, options.ignore_index),
         (kind, 1024 if rows <= 1024 else 8192),
         threads=128 if rows <= 1024 else 1024,
     )
-    return denominator, finished
+    return Denominator(TENSOR, result, 1.0, result)
 
 
-def _kind(
-    weight: Tensor | None,
-    byte_lengths: Tensor | None,
-    num_items: Tensor | float | None,
-    options: CrossEntropyOptions,
-) -> tuple[Any, Tensor | None, float]:
-    if options.reduction == "sum":
-        return ONE, None, 1.0
-    if byte_lengths is not None:
-        return BYTES, byte_lengths, 1.0
-    if isinstance(num_items, Tensor):
-        return TENSOR, num_items, 1.0
-    if num_items is not None:
-        return NUMBER, None, num_items
-    return (ROWS, None, 1.0) if weight is None else (WEIGHTS, weight, 1.0)
+def patience(device: torch.device) -> int:
+    """The PATIENCE of a launch on `device`; the interpreter runs programs in turn, where waiting is in vain."""
+    return 0 if device.type == "cpu" else _PATIENCE

@@ -118,25 +118,38 @@ def zero_row(
 
 
 @triton.jit
-def sum_of_rows(row_ptr, rows):
+def sum_of_rows(row_ptr, rows, LANES: tl.constexpr):
     """Sum of row_ptr (rows,) float32, in a fixed order; past the L1 cache, since other programs wrote it."""
-    offsets = tl.arange(0, 1024)
-    partial = tl.zeros((1024,), tl.float32)
-    for start in range(0, rows, 1024):
+    # A lane has several loads in flight: nothing else runs by now, and each step costs a latency of memory.
+    WIDTH: tl.constexpr = 16 * LANES
+    offsets = tl.arange(0, WIDTH)
+    partial = tl.zeros((WIDTH,), tl.float32)
+    for start in range(0, rows, WIDTH):
         inside = start + offsets < rows
         partial += tl.load(row_ptr + start + offsets, mask=inside, other=0.0, cache_modifier=".cg")
     return tl.sum(partial, 0)
 
 
+# The counters of a launch: one word of finished rows, one that ``denominator`` counts targets in.
+FINISHED_ROW = tl.constexpr(1 << 32)
+
+
 @triton.jit
-def row_is_known(finished_ptr):
+def row_is_known(counters_ptr, live):
     """Announce what this program has stored for its row. Nothing waits for it but the thread that stored it."""
-    tl.atomic_add(finished_ptr, 1, sem="release")
+    tl.atomic_add(counters_ptr, live.to(tl.int64) + FINISHED_ROW, sem="release")
 
 
 @triton.jit
-def wait_for_rows(finished_ptr, rows):
-    """Wait until all rows are known. For one program at its end, while others run in every other place."""
-    known = tl.atomic_add(finished_ptr, 0, sem="acquire")
-    while known < rows:
-        known = tl.atomic_add(finished_ptr, 0, sem="acquire")
+def wait_for_rows(counters_ptr, rows):
+    """Wait until all rows are known, and set the counters back to 0; returns the number of rows not ignored.
+
+    For one program at its end, while others run in every other place.
+    """
+    all_finished = tl.cast(rows, tl.int64) * FINISHED_ROW
+    word = tl.atomic_add(counters_ptr, 0, sem="acquire")
+    while word < all_finished:
+        word = tl.atomic_add(counters_ptr, 0, sem="acquire")
+    tl.store(counters_ptr, 0)
+    tl.store(counters_ptr + 1, 0)
+    return word % FINISHED_ROW

@@ -45,7 +45,7 @@ def normalized(shifted, normalizer, LOG: tl.constexpr):
 @kernel
 def softmax_fwd_kernel(
     input_ptr, output_ptr,
-    rows, classes, input_stride, output_stride,
+    rows, classes, input_stride: tl.int64, output_stride: tl.int64,
     LOG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """y = exp(x - max(x)) / sum(exp(x - max(x))), or its logarithm. One program does ROWS rows, held in registers.
@@ -84,7 +84,7 @@ def softmax_fwd_kernel(
 @kernel
 def softmax_fwd_long_kernel(
     input_ptr, output_ptr,
-    classes, input_stride, output_stride,
+    classes, input_stride: tl.int64, output_stride: tl.int64,
     LOG: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
     LANES: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +158,7 @@ def input_gradient(g, y, total, LOG: tl.constexpr):
 @kernel
 def softmax_bwd_kernel(
     grad_output_ptr, output_ptr, grad_input_ptr,
-    rows, classes, grad_output_stride, output_stride, grad_input_stride,
+    rows, classes, grad_output_stride: tl.int64, output_stride: tl.int64, grad_input_stride: tl.int64,
     LOG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """dx = y * (g - sum(g * y)), or for the logarithm g - exp(y) * sum(g). One program does ROWS rows, in registers.
@@ -196,7 +196,7 @@ def softmax_bwd_kernel(
 @kernel
 def softmax_bwd_long_kernel(
     grad_output_ptr, output_ptr, grad_input_ptr,
-    classes, grad_output_stride, output_stride, grad_input_stride,
+    classes, grad_output_stride: tl.int64, output_stride: tl.int64, grad_input_stride: tl.int64,
     LOG: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
     LANES: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip

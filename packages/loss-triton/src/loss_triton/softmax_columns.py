@@ -61,7 +61,8 @@ def _as_tile(x, like_ptr):
 @kernel
 def softmax_columns_fwd_kernel(
     input_ptr, output_ptr,
-    classes, inner, input_outer_stride, input_stride, output_outer_stride, output_stride,
+    classes, inner, input_outer_stride: tl.int64, input_stride: tl.int64,
+    output_outer_stride: tl.int64, output_stride: tl.int64,
     LOG: tl.constexpr, BLOCK: tl.constexpr, BLOCK_INNER: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """y = exp(x - max(x)) / sum(exp(x - max(x))), or its logarithm, along the classes.
@@ -107,8 +108,9 @@ def softmax_columns_fwd_kernel(
 @kernel
 def softmax_columns_bwd_kernel(
     grad_output_ptr, output_ptr, grad_input_ptr,
-    classes, inner, grad_output_outer_stride, grad_output_stride, output_outer_stride, output_stride,
-    grad_input_outer_stride, grad_input_stride,
+    classes, inner, grad_output_outer_stride: tl.int64, grad_output_stride: tl.int64,
+    output_outer_stride: tl.int64, output_stride: tl.int64,
+    grad_input_outer_stride: tl.int64, grad_input_stride: tl.int64,
     LOG: tl.constexpr, BLOCK: tl.constexpr, BLOCK_INNER: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """dx = y * (g - sum(g * y)), or for the logarithm g - exp(y) * sum(g), along the classes.

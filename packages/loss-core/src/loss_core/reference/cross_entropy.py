@@ -22,7 +22,8 @@ class _Targets(NamedTuple):
     """What the target says of each row; all of size (rows,)."""
 
     live: Tensor  # bool: not ignored
-    index: Tensor  # type: ignore[assignment]  # int64: the class, 0 where ignored or out of range
+    here: Tensor  # bool: the class is one of the logits' (always, but in a shard of the vocabulary)
+    index: Tensor  # type: ignore[assignment]  # int64: the class's column, 0 where ignored or not here
     weight: Tensor  # weight[index], 1 without class weights; NaN where out of range, which spreads to loss and gradient
 
 
@@ -39,7 +40,7 @@ def cross_entropy_forward(
 ) -> CrossEntropyForward:
     """See ``loss_core.backend``."""
     dtype = accumulation_dtype(logits.dtype)
-    targets = _targets(target, weight, options.ignore_index, logits.shape[1], dtype)
+    targets = _targets(target, weight, options, logits.shape[1], dtype)
     denominator = _denominator(targets, weight, byte_lengths, num_items, options, dtype)
     factor = torch.ones((), dtype=dtype, device=logits.device) if denominator is None else 1 / denominator
     loss = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
@@ -76,8 +77,9 @@ def cross_entropy_backward(
 ) -> None:
     """See ``loss_core.backend``. Always recomputes: torch cannot look at a value on the device and leave."""
     dtype = accumulation_dtype(logits.dtype)
-    targets = _targets(target, weight, options.ignore_index, logits.shape[1], dtype)
-    factor = (grad_loss if denominator is None else grad_loss / denominator).expand(logits.shape[0])
+    targets = _targets(target, weight, options, logits.shape[1], dtype)
+    factor = grad_loss.reshape(-1)
+    factor = (factor if denominator is None else factor / denominator).expand(logits.shape[0])
     for rows in pieces(logits):
         x = _capped(logits[rows].to(dtype) * options.logit_scale, options.softcap)
         piece = _Targets(*(of[rows] for of in targets))
@@ -109,13 +111,17 @@ def _sum(rows: Tensor, denominator: Tensor | None) -> Tensor:
     return rows.sum() if denominator is None else (rows.sum() / denominator).squeeze()
 
 
-def _targets(target: Tensor, weight: Tensor | None, ignore_index: int, classes: int, dtype: torch.dtype) -> _Targets:
+def _targets(
+    target: Tensor, weight: Tensor | None, options: CrossEntropyOptions, classes: int, dtype: torch.dtype
+) -> _Targets:
     target = target.to(torch.int64)
-    live = target != ignore_index
-    inside = (target >= 0) & (target < classes)
-    index = torch.where(live & inside, target, 0)
+    live = target != options.ignore_index
+    total = classes if options.total_classes is None else options.total_classes
+    column = target - options.first_class
+    here = (column >= 0) & (column < classes)
+    index = torch.where(live & here, column, 0)
     of_target = torch.ones(index.shape, dtype=dtype, device=index.device) if weight is None else weight[index]
-    return _Targets(live, index, torch.where(inside, of_target, torch.nan))
+    return _Targets(live, here, index, torch.where((target >= 0) & (target < total), of_target, torch.nan))
 
 
 def _denominator(
@@ -150,7 +156,8 @@ def _lse(x: Tensor) -> Tensor:
 
 def _row_loss(x: Tensor, lse: Tensor, targets: _Targets, weight: Tensor | None, options: CrossEntropyOptions) -> Tensor:
     smoothing = options.label_smoothing
-    loss = targets.weight * (lse - x.gather(-1, targets.index.unsqueeze(-1)).squeeze(-1))
+    x_target = torch.where(targets.here, x.gather(-1, targets.index.unsqueeze(-1)).squeeze(-1), 0)
+    loss = targets.weight * (lse - x_target)
     if smoothing > 0:
         shifted = lse.unsqueeze(-1) - x
         uniform = (shifted if weight is None else shifted * weight).sum(-1)
@@ -171,7 +178,7 @@ def _row_gradient(
     grad = torch.exp(x - lse.unsqueeze(-1)).mul_(of_softmax.unsqueeze(-1))
     if of_each > 0:
         grad -= of_each if weight is None else of_each * weight
-    grad.scatter_add_(-1, targets.index.unsqueeze(-1), -of_target.unsqueeze(-1))
+    grad.scatter_add_(-1, targets.index.unsqueeze(-1), torch.where(targets.here, -of_target, 0).unsqueeze(-1))
     if options.softcap is not None:
         grad *= 1 - (x / options.softcap) ** 2
     grad *= factor * options.logit_scale
