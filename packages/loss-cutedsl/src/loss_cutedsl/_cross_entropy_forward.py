@@ -34,6 +34,7 @@ from ._device import (
     store_float,
     store_global,
     store_int64,
+    store_shared,
     store_shared_word,
     store_word,
     tree,
@@ -593,7 +594,7 @@ class CrossEntropyForward(CrossEntropyRows):
 
     @cute.jit
     def mask_chunk(self, facts, s_chunk, chunk, phase, vectors):
-        """Mask the edges of a row that are in this chunk; of the streamed form, whose slots hold one chunk."""
+        """Mask what is not of the row in this chunk; of the streamed form, whose slots hold one chunk."""
         outside = Float32(float("-inf"))
         if cutlass.const_expr(self.ragged):
             if (chunk == 0) & (facts.first == 0) & (phase > 0):
@@ -603,9 +604,10 @@ class CrossEntropyForward(CrossEntropyRows):
             for u in cutlass.range_constexpr(self.unroll):
                 vector = self.vector(facts.first, chunk * self.unroll + u)
                 if (vector + 1) * self.width - phase > facts.cols:
-                    self.mask_elements(
-                        s_chunk + u * (self.row_threads * VECTOR_BYTES), vector, phase, facts.cols, outside
-                    )
+                    if cutlass.const_expr(self.ragged):
+                        self.mask_elements(self.slot(s_chunk, u), vector, phase, facts.cols, outside)
+                    else:
+                        store_shared(self.slot(s_chunk, u), [self.lowest()] * 4)
 
     @cute.jit
     def sum_held(self, facts, s_row, phase):
