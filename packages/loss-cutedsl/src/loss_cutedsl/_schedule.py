@@ -128,8 +128,8 @@ class Measured(NamedTuple):
 
 # Kernel time, device events, H100 80GB HBM3, torch 2.11+cu130, DSL 4.8.1: share of the bandwidth of a copy (3.0 TB/s),
 # and in brackets that of the estimate below. Where the two agree (8192 x 32000 bf16: 95.8%, 4096 x 32768 float32:
-# 97.0%, softmax of 4096 x 16384 fp16: 90.3% forward, 95.0% backward) there is no entry. In the runs of cross-entropy one
-# row in nine was ignored, which is not read: their shares say which schedule is better, not what a call reaches.
+# 97.0%, softmax of 4096 x 16384 fp16: 90.3% forward, 95.0% backward) there is no entry. In the runs of cross-entropy
+# one row in nine was ignored, which is not read: their shares say which schedule is better, not what a call reaches.
 MEASURED_HELD = (
     # 32768 x 8192 bf16, cross-entropy with gradient: 95.1%; 4096 x 8192 fp16, softmax: 87.5%.
     Measured(1, False, 513, 1024, Schedule(128, 128, 1, 2, 4, 6)),
@@ -200,9 +200,9 @@ def shared_bytes(schedule: Schedule, vectors: int, inputs: int, entry_words: int
 def streamed(machine: Machine, vectors: int, ragged: bool = False, element_bytes: int = 2) -> Schedule:
     """The schedule for rows that are read once and not held: chunks in flight, blocks enough to hide a row's end.
 
-    Measured as above, with rows ignored too, loss alone: 8192 x 32000 bf16 100.5% (with 4 vectors a step 97.9%); 4096 x 128256 105.2%;
-    8192 x 50257 95.4%; 32768 x 8192 98.2%; 4096 x 32768 float32, which has half the arithmetic a byte, 102.0% (with
-    256 threads 98.0%).
+    Measured as above, with rows ignored too, loss alone: 8192 x 32000 bf16 100.5% (with 4 vectors a step 97.9%);
+    4096 x 128256 105.2%; 8192 x 50257 95.4%; 32768 x 8192 98.2%; 4096 x 32768 float32, which has half the arithmetic
+    a byte, 102.0% (with 256 threads 98.0%).
     """
     if vectors <= 256:
         per_thread = -(-vectors // 32)
