@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from loss_bench import accuracy
-from loss_bench.accuracy import KINDS, make_inputs, units_of_rounding
+from loss_bench.accuracy import KINDS, AccuracyTask, make_inputs, units_of_rounding
 from loss_bench.calls import BackendRow
 from loss_bench.cases import Case
 from loss_bench.cli import app
@@ -45,10 +45,7 @@ def test_equal_infinities_are_right_and_other_infinities_are_not():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_that_is_a_difference_is_held_to_the_rounding_of_its_terms(kind):
-    row = accuracy.measure_accuracy(
-        Case("cross_entropy", 32, 101, "float32"), kind, BackendRow("torch", "d", "1", ("cross_entropy",), True, ""),
-        CPU, 0,
-    )  # fmt: skip
+    row = accuracy.measure_accuracy(task("torch", kind, (32, 101)), CPU)
     assert row.result_ulp < 4
     assert row.device
 
@@ -64,11 +61,13 @@ def test_inputs_are_finite_but_for_the_mask(kind):
     assert logits[kept].gather(1, target[kept, None]).isfinite().all()
 
 
+def task(backend, kind="ordinary", shape=(8, 20)):
+    who = BackendRow(backend, "d", "1", ("cross_entropy",), True, "")
+    return AccuracyTask(Case("cross_entropy", *shape, "float32"), kind, who, 0)
+
+
 def test_a_nan_is_called_wrong(bad_backends):
-    row = accuracy.measure_accuracy(
-        Case("cross_entropy", 8, 20, "float32"), "ordinary", BackendRow("nan", "d", "1", ("cross_entropy",), True, ""),
-        CPU, 0,
-    )  # fmt: skip
+    row = accuracy.measure_accuracy(task("nan"), CPU)
     assert row.status == "wrong"
     assert row.to_json()["grad_ulp"] is None
 
@@ -76,7 +75,7 @@ def test_a_nan_is_called_wrong(bad_backends):
 def test_command(bad_backends, tmp_path):
     path = tmp_path / "a.json"
     words = ["accuracy", "cross_entropy", "log_softmax", "-b", "torch,torch-nn,nan", "-s", "8x50", "-d", "bf16,fp32"]
-    result = CliRunner().invoke(app, [*words, "-q", "--device", "cpu", "--json", str(path)])
+    result = CliRunner().invoke(app, [*words, "-q", "--device", "cpu", "--in-process", "--json", str(path)])
     assert result.exit_code == 1, result.output
     assert " wrong " in result.output
     rows = json.loads(path.read_text())["accuracy"]
@@ -86,3 +85,39 @@ def test_command(bad_backends, tmp_path):
     assert result.output.count("error in units of rounding") == 8
     overview = [line for line in result.output.splitlines() if line.startswith("│ cross_entropy │ 8x50")]
     assert len(overview) == 2 * 3
+
+
+def test_a_backend_that_takes_its_process_with_it_costs_nobody_else_a_row(install_backend, tmp_path):
+    signature = "def cross_entropy(logits, target, weight, byte_lengths, num_items, options):\n"
+    install_backend("deadly", signature + "    import os; os._exit(7)\n")
+    path = tmp_path / "a.json"
+    words = ["accuracy", "cross_entropy", "-b", "deadly,torch-nn", "-s", "8x20", "-d", "fp32", "-q", "--device", "cpu"]
+    result = CliRunner().invoke(app, [*words, "--kind", "ordinary,equal,wide", "--json", str(path)])
+    assert result.exit_code == 1, result.output
+    rows = json.loads(path.read_text())["accuracy"]
+    assert [(row["kind"], row["backend"], row["status"]) for row in rows] == [
+        ("ordinary", "deadly", "crashed"), ("ordinary", "torch-nn", "ok"),
+        ("equal", "deadly", "crashed"), ("equal", "torch-nn", "ok"),
+        ("wide", "deadly", "error"), ("wide", "torch-nn", "ok"),
+    ]  # fmt: skip
+    assert rows[0]["reason"] == "its process ended with exit status 7"
+    assert rows[4]["reason"] == "not tried again after it was lost 2 times"
+
+
+def test_ctrl_c_keeps_what_was_measured(install_backend, tmp_path):
+    install_backend(
+        "impatient",
+        """
+        def cross_entropy(logits, target, weight, byte_lengths, num_items, options):
+            if (logits == 0.5).all():
+                raise KeyboardInterrupt
+            return F.cross_entropy(logits, target, ignore_index=options.ignore_index)
+        """,
+    )
+    path = tmp_path / "a.json"
+    words = ["accuracy", "cross_entropy", "-b", "impatient", "-s", "8x20", "-d", "fp32", "-q", "--device", "cpu"]
+    words += ["--in-process", "--kind", "ordinary,equal,wide", "--json", str(path)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 130
+    assert [row["kind"] for row in json.loads(path.read_text())["accuracy"]] == ["ordinary"]
+    assert "interrupted; what was finished follows" in result.output

@@ -163,10 +163,25 @@ def test_real_logits_take_every_option(tmp_path):
 
 
 def test_train_finds_a_backend_that_leaves_the_curve(bad_backends, tmp_path):
-    words = ["--steps", "8", "--batch", "2", "--context", "16", "--device", "cpu", "-q"]
+    words = ["--steps", "8", "--batch", "2", "--context", "16", "--device", "cpu", "-q", "--in-process"]
     result = invoke("train", "-b", "torch-nn,nan,crash", *words, "--json", tmp_path / "c.json", status=1)
     assert " wrong " in result.output
     assert "no luck today" in result.output
+
+
+def test_training_goes_on_after_a_backend_that_took_its_process_with_it(install_backend, tmp_path):
+    signature = "def cross_entropy(logits, target, weight, byte_lengths, num_items, options):\n"
+    install_backend("deadly", signature + "    import os; os._exit(7)\n")
+    path, logits = tmp_path / "c.json", tmp_path / "l.safetensors"
+    words = ["--steps", "3", "--batch", "2", "--context", "16", "--device", "cpu", "-q", "--save-logits", logits]
+    invoke("train", "-b", "deadly,torch-nn,torch", *words, "--json", path, status=1)
+    curves = json.loads(path.read_text())["train"]
+    assert [(curve["backend"], curve["status"]) for curve in curves] == [
+        ("deadly", "crashed"), ("torch-nn", "ok"), ("torch", "ok"),
+    ]  # fmt: skip
+    assert curves[0]["reason"] == "its process ended with exit status 7"
+    assert curves[1]["difference"] == 0
+    assert load_file(logits)["labels"].shape == (32,)
 
 
 def test_train_on_tokens_keeps_the_encoding(tmp_path, monkeypatch):
@@ -175,7 +190,7 @@ def test_train_on_tokens_keeps_the_encoding(tmp_path, monkeypatch):
     text = tmp_path / "t.txt"
     text.write_text("the cat sat on the mat and the dog sat on the cat\n" * 200)
     words = ["train", "-b", "torch-nn,torch", "--text", text, "--vocabulary", "300", "--steps", "3", "--batch", "2"]
-    words += ["--context", "8", "--device", "cpu", "-q", "--json", tmp_path / "c.json"]
+    words += ["--context", "8", "--device", "cpu", "-q", "--in-process", "--json", tmp_path / "c.json"]
     invoke(*words)
     (kept,) = (tmp_path / "cache" / "loss-bench").iterdir()
     before = kept.stat().st_mtime_ns
@@ -191,7 +206,7 @@ def test_text_of_ones_own(tmp_path):
     text.write_bytes(b"short")
     assert "4096" in invoke("train", "--text", text, "--device", "cpu", status=2).output
     text.write_bytes(bytes(range(256)) * 40)
-    words = ["--steps", "2", "--batch", "2", "--context", "16", "--device", "cpu", "-q"]
+    words = ["--steps", "2", "--batch", "2", "--context", "16", "--device", "cpu", "-q", "--in-process"]
     invoke("train", "--text", text, "-b", "torch-nn", *words)
 
 

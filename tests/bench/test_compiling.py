@@ -6,10 +6,10 @@ import types
 
 import pytest
 import torch
-from loss_bench import compiling
+from loss_bench import compiling, processes
 from loss_bench.cases import Case
 from loss_bench.cli import app
-from loss_bench.compiling import Task, make_tasks
+from loss_bench.compiling import CompileTask, make_tasks
 from typer.testing import CliRunner
 
 CPU = torch.device("cpu")
@@ -28,15 +28,15 @@ def test_the_cases_that_the_host_time_is_measured_on_are_compiled_too():
 
 
 def test_a_process_stays_at_its_backend_and_a_new_one_goes_where_most_is_left():
-    waiting = [Task("a", case(n)) for n in range(1, 6)] + [Task("b", case(n)) for n in range(1, 4)]
+    waiting = [CompileTask("a", case(n)) for n in range(1, 6)] + [CompileTask("b", case(n)) for n in range(1, 4)]
     busy = []
     for expected in ("a", "b", "a"):
-        task = compiling._next(waiting, busy)
+        task = processes._next(waiting, busy)
         assert task.backend == expected
         busy.append(types.SimpleNamespace(task=task))
-    assert compiling._next(waiting, busy, "b").backend == "b"
-    waiting = [Task("a", case(1))]
-    assert compiling._next(waiting, busy, "b").backend == "a"
+    assert processes._next(waiting, busy, "b").backend == "b"
+    waiting = [CompileTask("a", case(1))]
+    assert processes._next(waiting, busy, "b").backend == "a"
     assert waiting == []
 
 
@@ -57,7 +57,7 @@ def test_a_failure_costs_its_own_task_alone(install_backend):
     words = ["warm", "--shape", "4x10,4x11,4x12", "-b", "deadly", "--jobs", "2", "--time-limit", "20"]
     result = CliRunner().invoke(app, [*words, "--device", "cpu"])
     assert result.exit_code == 0, result.output
-    assert "its process died" in result.output
+    assert "its process ended with exit status 7" in result.output
     assert "no luck" in result.output
-    assert "not done after 20 s" in result.output
+    assert "no sign of life for 20 s" in result.output
     assert "1 of 4 compiled" in result.output

@@ -8,9 +8,8 @@ be held to more. A result that is rounded once is within half a unit; each furth
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +19,9 @@ from loss_bench.calls import BackendRow, make_call
 from loss_bench.cases import Case
 from loss_bench.inputs import IGNORE_INDEX
 from loss_bench.measure import poison
+from loss_bench.processes import Tell
 from loss_bench.reference import CrossEntropyRows, mean_denominator, pieces, softmax_gradient, softmax_rows
 from loss_bench.results import device_name
-from loss_bench.runner import attempt
-
-Progress = Callable[[str, float], None]
 
 
 @dataclass
@@ -185,22 +182,52 @@ def make_inputs(case: Case, kind: str, device: torch.device, seed: int) -> tuple
     return logits.to(device), target.to(device)
 
 
-def new_accuracy(case: Case, kind: str, backend: BackendRow, device: str) -> Accuracy:
+@dataclass(frozen=True)
+class AccuracyTask:
+    """One backend on one kind of inputs of one case."""
+
+    case: Case
+    kind: str
+    who: BackendRow
+    seed: int
+
+    @property
+    def backend(self) -> str:
+        """The backend's name."""
+        return self.who.name
+
+    def __str__(self) -> str:
+        return f"{self.backend} {self.case} {self.kind}"
+
+    @property
+    def refusal(self) -> str:
+        """Why this backend has no such errors, or ""."""
+        if not self.who.available:
+            return self.who.reason
+        return "" if self.case.backend_op in self.who.ops else f"has no {self.case.op}"
+
+
+def make_tasks(
+    cases: Sequence[Case], kinds: Sequence[str], backends: Sequence[BackendRow], seed: int
+) -> list[AccuracyTask]:
+    """Every backend on every kind of every case."""
+    return [AccuracyTask(case, kind, who, seed) for case in cases for kind in kinds for who in backends]
+
+
+def new_accuracy(task: AccuracyTask, device: str, status: str = "ok", reason: str = "") -> Accuracy:
     """A row without errors."""
-    who = (backend.name, backend.distribution, backend.version, device)
-    return Accuracy(case.op, case.rows, case.classes, case.dtype, kind, *who)
+    case, who = task.case, task.who
+    return Accuracy(
+        case.op, case.rows, case.classes, case.dtype, task.kind, who.name, who.distribution, who.version, device,
+        status, reason,
+    )  # fmt: skip
 
 
-def measure_accuracy(case: Case, kind: str, backend: BackendRow, device: torch.device, seed: int) -> Accuracy:
-    """The errors of `backend` on `kind`; never raises for what the backend does."""
-    row = new_accuracy(case, kind, backend, device_name(device))
-    if not backend.available or case.backend_op not in backend.ops:
-        row.status, row.reason = "unavailable", backend.reason or f"has no {case.op}"
-        return row
-    _, failure = attempt(partial(_fill, row, case, kind, device, seed))
-    if failure is not None:
-        row.status, row.reason = failure
-    elif any(value is not None and not math.isfinite(value) for value in (row.result_ulp, row.grad_ulp)):
+def measure_accuracy(task: AccuracyTask, device: torch.device, tell: Tell = lambda text, share: None) -> Accuracy:
+    """The errors of the task's backend."""
+    row = new_accuracy(task, device_name(device))
+    _fill(row, task.case, task.kind, device, task.seed)
+    if any(value is not None and not math.isfinite(value) for value in (row.result_ulp, row.grad_ulp)):
         row.status, row.reason = "wrong", "NaN or infinite where the truth is a number"
     return row
 
@@ -250,19 +277,3 @@ def _add_softmax(
         want, terms = softmax_rows(case, logits[rows])
         result.add(output[rows], want, terms)
         grad.add(gradient[rows], *softmax_gradient(case, want, upstream[rows].double()))
-
-
-def measure_all(
-    cases: Sequence[Case],
-    kinds: Sequence[str],
-    backends: Sequence[BackendRow],
-    device: torch.device,
-    *,
-    seed: int,
-    progress: Progress,
-) -> Iterator[Accuracy]:
-    """Every backend on every kind of every case."""
-    steps = [(case, kind, backend) for case in cases for kind in kinds for backend in backends]
-    for done, (case, kind, backend) in enumerate(steps):
-        progress(f"{case} {kind}: {backend.name}", done / len(steps))
-        yield measure_accuracy(case, kind, backend, device, seed)

@@ -68,6 +68,16 @@ SoftcapOption = Annotated[
 ]
 WeightOption = Annotated[bool, typer.Option("--weight", help="Random class weights.")]
 InplaceOption = Annotated[bool, typer.Option("--inplace", help="Let the gradient take the logits' memory.")]
+JobsOption = Annotated[
+    int | None,
+    typer.Option("--jobs", "-j", min=1, help="Processes at once; default: half the cores, 8 at most."),
+]
+TimeLimitOption = Annotated[
+    float, typer.Option("--time-limit", min=1.0, help="Seconds after which a silent backend is given up.")
+]
+InProcessOption = Annotated[
+    bool, typer.Option("--in-process", help="No worker process: starts faster, but a crash ends everything.")
+]
 JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Write the results as JSON (schema loss-bench/1), for report and compare.")
 ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,8 +18,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from loss_bench import __version__, cases, report
-from loss_bench.accuracy import KINDS, measure_all
+from loss_bench import __version__, accuracy, cases, compiling, report
+from loss_bench.accuracy import KINDS, Accuracy, AccuracyTask, new_accuracy
 from loss_bench.calls import find_backends
 from loss_bench.cases import Options
 from loss_bench.choices import (
@@ -27,6 +27,8 @@ from loss_bench.choices import (
     DeviceOption,
     DtypeOption,
     InplaceOption,
+    InProcessOption,
+    JobsOption,
     JsonOption,
     MarkdownOption,
     OpsArgument,
@@ -38,6 +40,7 @@ from loss_bench.choices import (
     SizeWords,
     SmoothingOption,
     SoftcapOption,
+    TimeLimitOption,
     VocabOption,
     WeightOption,
     ZLossOption,
@@ -47,14 +50,25 @@ from loss_bench.choices import (
     choose_device,
 )
 from loss_bench.compare import compare, comparison_table
-from loss_bench.compiling import compile_ahead, default_jobs, make_tasks, one_triton_cache, seconds_by_backend
+from loss_bench.compiling import CompileTask
 from loss_bench.inputs import read_logits
-from loss_bench.results import Report, environment, merge, read_report
+from loss_bench.processes import (
+    AnyTask,
+    Done,
+    Result,
+    Work,
+    default_jobs,
+    one_triton_cache,
+    run_here,
+    run_tasks,
+)
+from loss_bench.results import Report, device_name, environment, merge, read_report
 from loss_bench.runner import CaseRunner, Plan, chosen_backends
 from loss_bench.session import Executor, Session
 from loss_bench.tokens import encode, read_text
-from loss_bench.train import SIZES, Curve, train_all
+from loss_bench.train import SIZES, Curve, TrainTask, compare_curves, failed_curve
 from loss_bench.train import Size as TrainSize
+from loss_bench.train import train as train_with
 from loss_bench.worker import Worker
 
 app = typer.Typer(
@@ -166,18 +180,14 @@ def run(
         Path | None,
         typer.Option("--resume", help="JSON of an interrupted run: its finished cases are taken over.", exists=True),
     ] = None,
-    time_limit: Annotated[
-        float, typer.Option("--time-limit", min=1.0, help="Seconds after which a silent backend is given up.")
-    ] = 300.0,
+    time_limit: TimeLimitOption = 300.0,
     budget: Annotated[
         float | None,
         typer.Option(
             "--budget", min=1.0, help="Seconds for the whole run: fewer iterations where it takes that, all checks."
         ),
     ] = None,
-    in_process: Annotated[
-        bool, typer.Option("--in-process", help="No worker process: starts faster, but a crash ends everything.")
-    ] = False,
+    in_process: InProcessOption = False,
     device: DeviceOption = None,
     quiet: QuietOption = False,
 ) -> None:
@@ -212,11 +222,7 @@ def run(
             plan, where, chosen, step, json_file, earlier, preset, None if in_process else time_limit, deadline
         )
     found.settings |= {"preset": preset, "budget_s": budget}
-    _deliver(found, json_file, markdown)
-    if interrupted:
-        raise typer.Exit(_INTERRUPTED)
-    if found.has_wrong:
-        raise typer.Exit(1)
+    _deliver(found, json_file, markdown, interrupted=interrupted)
 
 
 def _run(
@@ -284,12 +290,8 @@ def warm(
     softcap: SoftcapOption = None,
     weight: WeightOption = False,
     inplace: InplaceOption = False,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="Processes; default: half the cores, 8 at most.")
-    ] = None,
-    time_limit: Annotated[
-        float, typer.Option("--time-limit", min=1.0, help="Seconds after which a compilation is given up.")
-    ] = 120.0,
+    jobs: JobsOption = None,
+    time_limit: TimeLimitOption = 120.0,
     device: DeviceOption = None,
     quiet: QuietOption = False,
 ) -> None:
@@ -310,20 +312,61 @@ def warm(
         names = cases.words(backend) or [b.name for b in find_backends(where) if b.available]
     except (ValueError, RuntimeError) as error:
         raise _fail(error) from error
-    tasks = make_tasks(names, chosen)
+    tasks = compiling.make_tasks(names, chosen)
     begin = time.monotonic()
-    with _progress(quiet) as step:
-        try:
-            outcomes = compile_ahead(tasks, where, jobs=jobs or default_jobs(), progress=step, time_limit_s=time_limit)
-        except KeyboardInterrupt:
-            _console(stderr=True).print("interrupted; what was compiled is kept")
-            raise typer.Exit(_INTERRUPTED) from None
-    failed = sum(bool(outcome.problem) for outcome in outcomes)
-    spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in seconds_by_backend(outcomes).items())
+    outcomes: list[Done[CompileTask, None]] = []
+    isolation = _Isolation(jobs or default_jobs(), time_limit)
+    interrupted = _run_tasks(compiling.compile_case, tasks, where, isolation, quiet, outcomes.append)
+    failed = sum(outcome.failure is not None for outcome in outcomes)
+    spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in compiling.seconds_by_backend(outcomes).items())
     _console().print(
-        f"{len(outcomes) - failed} of {len(outcomes)} compiled in {time.monotonic() - begin:.0f} s ({spent})",
+        f"{len(outcomes) - failed} of {len(tasks)} compiled in {time.monotonic() - begin:.0f} s ({spent})",
         highlight=False,
     )
+    if interrupted:
+        raise typer.Exit(_INTERRUPTED)
+
+
+@dataclass(frozen=True)
+class _Isolation:
+    """How tasks are kept from one another: in how many processes (none: in this one), silent for how long."""
+
+    jobs: int | None
+    time_limit_s: float
+
+
+def _run_tasks(
+    work: Work[AnyTask, Result],
+    tasks: Sequence[AnyTask],
+    device: torch.device,
+    isolation: _Isolation,
+    quiet: bool,
+    after_each: Callable[[Done[AnyTask, Result]], None],
+) -> bool:
+    """Run `tasks` and hand over what became of each; whether Ctrl-C came in between."""
+    done = 0
+    with _progress(quiet) as step:
+
+        def tell(task: AnyTask, text: str, share: float) -> None:
+            step(text, (done + share) / len(tasks))
+
+        jobs, limit = isolation.jobs, isolation.time_limit_s
+        outcomes = (
+            run_tasks(work, tasks, device, jobs=jobs, time_limit_s=limit, tell=tell)
+            if jobs is not None
+            else run_here(work, tasks, device, tell=tell)
+        )
+        with closing(outcomes):
+            try:
+                for outcome in outcomes:
+                    done += 1
+                    problem = ": ".join(outcome.failure) if outcome.failure else f"{outcome.seconds:.1f} s"
+                    step(f"{outcome.task}: {problem}", done / len(tasks))
+                    after_each(outcome)
+            except KeyboardInterrupt:
+                _console(stderr=True).print("interrupted; what was finished follows")
+                return True
+    return False
 
 
 def _command() -> list[str]:
@@ -344,6 +387,9 @@ def accuracy_command(
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
     json_file: JsonOption = None,
     markdown: MarkdownOption = None,
+    jobs: JobsOption = None,
+    time_limit: TimeLimitOption = 120.0,
+    in_process: InProcessOption = False,
     device: DeviceOption = None,
     quiet: QuietOption = False,
 ) -> None:
@@ -357,8 +403,6 @@ def accuracy_command(
     """
     try:
         where = choose_device(device)
-        if where.type == "cuda":
-            torch.cuda.set_device(where)
         backends = chosen_backends(cases.words(backend), where)
         dtypes = [cases.parse_dtype(name) for name in cases.words(dtype)] or ["float32", "bfloat16", "float16"]
         kinds = cases.words(kind) or list(KINDS)
@@ -371,14 +415,21 @@ def accuracy_command(
         chosen = cases.build_cases(names, [(*cases.parse_shape(shape), "float32")], dtypes=dtypes)
     except (ValueError, RuntimeError) as error:
         raise _fail(error) from error
+    tasks = accuracy.make_tasks(chosen, kinds, backends, seed)
+    name = device_name(where)
+    found = {task: new_accuracy(task, name, "unavailable", task.refusal) for task in tasks if task.refusal}
+
+    def keep(outcome: Done[AccuracyTask, Accuracy]) -> None:
+        task, failure = outcome.task, outcome.failure
+        found[task] = outcome.result or new_accuracy(task, name, *(failure or ("error", "no result")))
+
+    isolation = _Isolation(None if in_process else jobs or default_jobs(), time_limit)
+    runnable = [task for task in tasks if not task.refusal]
+    interrupted = _run_tasks(accuracy.measure_accuracy, runnable, where, isolation, quiet, keep)
     result = Report(environment(where), settings={"seed": seed, "shape": shape})
     result.backends = [asdict(b) for b in backends]
-    with _progress(quiet) as step:
-        rows = measure_all(chosen, kinds, backends, where, seed=seed, progress=step)
-        result.accuracy = [row.to_json() for row in rows]
-    _deliver(result, json_file, markdown)
-    if result.has_wrong:
-        raise typer.Exit(1)
+    result.accuracy = [found[task].to_json() for task in tasks if task in found]
+    _deliver(result, json_file, markdown, interrupted=interrupted)
 
 
 @app.command()
@@ -405,6 +456,8 @@ def train(
     ] = None,
     json_file: JsonOption = None,
     markdown: MarkdownOption = None,
+    time_limit: TimeLimitOption = 120.0,
+    in_process: InProcessOption = False,
     device: DeviceOption = None,
     quiet: QuietOption = False,
 ) -> None:
@@ -420,12 +473,11 @@ def train(
     """
     try:
         where = choose_device(device)
-        if where.type == "cuda":
-            torch.cuda.set_device(where)
         check_writable(json_file, markdown, save_logits)
         found = chosen_backends(cases.words(backend), where)
         chosen = _train_size(where, size, steps=steps, batch=batch, context=context, dtype=dtype, vocabulary=vocabulary)
-        data = encode(read_text(text), chosen.vocabulary)
+        # Here, so that mistakes are named before anything runs, and an encoding is learnt once.
+        encode(read_text(text), chosen.vocabulary)
     except (ValueError, RuntimeError) as error:
         raise _fail(error) from error
     except ModuleNotFoundError as error:
@@ -435,28 +487,21 @@ def train(
     result = Report(environment(where), settings={**asdict(chosen), "seed": seed, "text": str(text or "stdlib")})
     result.backends = [asdict(b) for b in found]
     result.command = _command()
+    if save_logits is not None:
+        save_logits.unlink(missing_ok=True)
+    tasks = [TrainTask(name, chosen, seed, text, save_logits) for name in names]
     curves: list[Curve] = []
-    interrupted = False
 
-    def keep() -> None:
+    def keep(outcome: Done[TrainTask, Curve]) -> None:
+        curves.append(outcome.result or failed_curve(outcome.task, where, outcome.failure or ("error", "no result")))
+        compare_curves(curves, chosen)
         result.train = [curve.to_json() for curve in curves]
         if json_file is not None:
             result.write(json_file)
 
-    with _progress(quiet) as step:
-        try:
-            saved = train_all(names, data, chosen, where, curves, seed=seed, progress=step, after_each=keep)
-        except KeyboardInterrupt:
-            _console(stderr=True).print("interrupted; what was trained follows")
-            interrupted, saved = True, {}
-    result.train = [curve.to_json() for curve in curves]
-    _deliver(result, json_file, markdown)
-    if interrupted:
-        raise typer.Exit(_INTERRUPTED)
-    if save_logits is not None and saved:
-        _save(saved, save_logits)
-    if result.has_wrong:
-        raise typer.Exit(1)
+    isolation = _Isolation(None if in_process else 1, time_limit)
+    interrupted = _run_tasks(train_with, tasks, where, isolation, quiet, keep)
+    _deliver(result, json_file, markdown, interrupted=interrupted)
 
 
 @app.command("report")
@@ -555,13 +600,6 @@ def _train_size(device: torch.device, name: str | None, **changes: Any) -> Train
     return replace(SIZES[name], **{key: value for key, value in changes.items() if value is not None})
 
 
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path)
-
-
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Any]:
     """Yields the function that a run tells of its steps."""
@@ -580,7 +618,8 @@ def _progress(quiet: bool) -> Iterator[Any]:
             yield lambda text, share: bar.update(task, completed=share, description=text)
 
 
-def _deliver(found: Report, json_file: Path | None, markdown: Path | None) -> None:
+def _deliver(found: Report, json_file: Path | None, markdown: Path | None, *, interrupted: bool) -> None:
+    """Write and print what was found, and set the exit status by it."""
     found.command = _command()
     # Files first: whoever reads the tables may leave before their end, and that ends this process.
     if json_file is not None:
@@ -588,3 +627,7 @@ def _deliver(found: Report, json_file: Path | None, markdown: Path | None) -> No
     if markdown is not None:
         _write(markdown, report.to_markdown(found))
     report.print_report(found, _console())
+    if interrupted:
+        raise typer.Exit(_INTERRUPTED)
+    if found.has_wrong:
+        raise typer.Exit(1)

@@ -113,11 +113,13 @@ def print_report(report: Report, console: Console) -> None:
     for line in machines(report):
         console.print(Text(line))
     for table in text_tables(report):
+        console.print(Text(table.title, style="bold"))
         console.print(_rich_table(table))
         for line in table.notes:
             console.print(Text(f"  {line}", style="dim"))
     for title, rows in groups(report.rows):
-        console.print(_fitting_table(title, rows, console))
+        console.print(Text(title, style="bold"))
+        console.print(_fitting_table(rows, console))
         for line in notes(rows):
             console.print(Text(f"  {line}", style="dim"))
     for line in footnotes(report):
@@ -125,7 +127,8 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _rich_table(table: TextTable) -> Table:
-    found = Table(title=Text(table.title), title_justify="left", title_style="bold")
+    # A title of the table's own would be broken to its width.
+    found = Table()
     for place, column in enumerate(table.columns):
         found.add_column(column, justify="left" if place < table.labels else "right")
     for line in table.lines:
@@ -162,8 +165,8 @@ def _ceilings(found: Sequence[Mapping[str, float]]) -> list[str]:
     return words
 
 
-def _table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+def _table(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
+    table = Table()
     for column in columns:
         table.add_column(column.title, justify="right" if column.numeric else "left", no_wrap=True)
     for _, members in groupby(rows, key=lambda row: row.case_key):
@@ -173,15 +176,15 @@ def _table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
     return table
 
 
-def _fitting_table(title: str, rows: Sequence[Row], console: Console) -> Table:
+def _fitting_table(rows: Sequence[Row], console: Console) -> Table:
     """The table without the columns that matter least, as many as it takes to fit into the console."""
     columns = filled_columns(rows)
-    table = _table(title, rows, columns)
+    table = _table(rows, columns)
     for name in _DISPENSABLE:
         if _wanted_width(table, console) <= console.width:
             break
         columns = [column for column in columns if column.title != name]
-        table = _table(title, rows, columns)
+        table = _table(rows, columns)
     return table
 
 

@@ -10,11 +10,9 @@ from typing import Any, Protocol
 
 from loss_bench.calls import BackendRow
 from loss_bench.cases import Case
+from loss_bench.processes import MOST_LOSSES, not_again
 from loss_bench.results import Report, Row, new_row
 from loss_bench.runner import BASELINE, BackendLostError, Failure, Plan
-
-# A process that has to be started again takes many seconds.
-_MOST_LOSSES = 2
 
 
 class Executor(Protocol):
@@ -111,9 +109,7 @@ class Session:
 
     def _measured(self, case: Case, cases_left: int) -> list[Row]:
         excluded: dict[str, Failure] = {
-            name: ("error", f"not tried again after it was lost {count} times")
-            for name, count in self._losses.items()
-            if count >= _MOST_LOSSES
+            name: not_again(count) for name, count in self._losses.items() if count >= MOST_LOSSES
         }
         # Each turn of the loop but the last loses one backend.
         for _ in range(len(self._executor.backends) + 1):

@@ -10,25 +10,26 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from loss_bench.calls import Call, make_call
 from loss_bench.cases import DTYPES, Case
 from loss_bench.measure import seconds_between, stamp, synchronize
 from loss_bench.model import LanguageModel
+from loss_bench.processes import Tell
 from loss_bench.results import device_name, training_setup
-from loss_bench.runner import attempt
-from loss_bench.tokens import BYTE_VOCABULARY
+from loss_bench.runner import Failure
+from loss_bench.tokens import BYTE_VOCABULARY, encode, read_text
 
 _SAVED_ROWS = 8192
 # The rate grows over these steps: a start at full rate would turn rounding into other curves.
 _WARMUP_STEPS = 20
-
-Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -96,37 +97,47 @@ def batches(text: Tensor, size: Size, device: torch.device, seed: int) -> Tensor
     return text[starts + torch.arange(size.context + 1)].to(device)
 
 
-def train_all(
-    backends: Sequence[str],
-    text: Tensor,
-    size: Size,
-    device: torch.device,
-    curves: list[Curve],
-    *,
-    seed: int,
-    progress: Progress,
-    after_each: Callable[[], None] = lambda: None,
-) -> dict[str, Tensor]:
-    """Train with every backend and append to `curves`; gives the last step's logits and labels, for ``run --logits``.
+@dataclass(frozen=True)
+class TrainTask:
+    """One backend to train with.
 
-    ``after_each`` is called when a curve has been added and compared with the first.
+    Attributes:
+        backend: its name.
+        size: what to train.
+        seed: of the model and of the order of the data.
+        text: see ``tokens.read_text``.
+        save: where the last step's logits and labels go for ``run --logits``, unless another task was there before.
     """
-    data = batches(text, size, device, seed)
-    described = (device_name(device), training_setup(asdict(size)))
+
+    backend: str
+    size: Size
+    seed: int
+    text: Path | None = None
+    save: Path | None = None
+
+    def __str__(self) -> str:
+        return f"training with {self.backend}"
+
+
+def train(task: TrainTask, device: torch.device, tell: Tell) -> Curve:
+    """Train with the task's backend."""
     saved: dict[str, Tensor] = {}
-    for place, backend in enumerate(backends):
-        tensors: dict[str, Tensor] = {}
-        tell = partial(_tell, progress, backend, place / len(backends), size.steps * len(backends))
-        curve, failure = attempt(partial(train_one, backend, data, size, device, seed, tensors, tell))
-        curves.append(curve or Curve(backend, *described, *(failure or ("error", ""))))
-        saved = saved or tensors
-        compare_curves(curves, size)
-        after_each()
-    return saved
+    data = _data(task.text, task.size, device, task.seed)
+    curve = train_one(task.backend, data, task.size, device, task.seed, saved, tell)
+    if task.save is not None and not task.save.exists():
+        save_file(saved, task.save)
+    return curve
 
 
-def _tell(progress: Progress, backend: str, begun: float, steps: int, step: int) -> None:
-    progress(f"training with {backend}: step {step}", begun + step / steps)
+@lru_cache(maxsize=1)
+def _data(text: Path | None, size: Size, device: torch.device, seed: int) -> Tensor:
+    # A process trains with several backends on the same.
+    return batches(encode(read_text(text), size.vocabulary), size, device, seed)
+
+
+def failed_curve(task: TrainTask, device: torch.device, failure: Failure) -> Curve:
+    """The curve of a backend that did not get to its end."""
+    return Curve(task.backend, device_name(device), training_setup(asdict(task.size)), *failure)
 
 
 def train_one(
@@ -136,7 +147,7 @@ def train_one(
     device: torch.device,
     seed: int,
     saved: dict[str, Tensor],
-    tell: Callable[[int], None] = lambda step: None,
+    tell: Tell = lambda text, share: None,
 ) -> Curve:
     """Train one model; `saved` receives logits and labels of the last step."""
     torch.manual_seed(seed)
@@ -158,7 +169,7 @@ def train_one(
         loss_s.append(seconds())
         losses.append(float(loss))
         if step % 10 == 0:
-            tell(step)
+            tell(f"training with {backend}: step {step}", step / len(data))
     peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
     described = (device_name(device), training_setup(asdict(size)))
     return Curve(backend, *described, "ok", "", losses, rows / _settled(step_s), _settled(loss_s) * 1e3, peak)

@@ -7,7 +7,6 @@ touches the GPU.
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import signal
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -16,11 +15,9 @@ from typing import Any
 import torch
 
 from loss_bench.cases import Case
-from loss_bench.compiling import one_triton_cache
+from loss_bench.processes import Child, one_triton_cache
 from loss_bench.results import Row
 from loss_bench.runner import Announce, BackendLostError, CaseRunner, Failure, Plan, first_line
-
-_GOODBYE_S = 10.0
 
 
 class WorkerError(RuntimeError):
@@ -51,19 +48,13 @@ class Worker:
         self._arguments = (plan, device)
         self._announce = announce
         self._time_limit_s = time_limit_s
-        self._process: Any = None
+        self._child: Child | None = None
         self._start()
 
-    def _start(self) -> None:
-        # A forked process cannot use CUDA, and would inherit this one's threads in whatever state they are.
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        # Not a daemon: those may have no children, and compilers have some. Without a parent it ends by itself.
-        self._process = context.Process(target=_serve, args=(theirs, *self._arguments))
-        self._process.start()
-        theirs.close()
+    def _start(self) -> Child:
+        child = self._child = Child(_serve, *self._arguments)
         try:
-            hello = self._await("hello")
+            hello = self._await(child, "hello")
         except BackendLostError as error:
             self.close()
             raise WorkerError(f"the worker process did not start: {error.failure[1]}") from error
@@ -71,6 +62,7 @@ class Worker:
             self.close()
             raise WorkerError(hello)
         self.environment, self.backends, self.ceilings = hello
+        return child
 
     def run_case(self, case: Case, excluded: Mapping[str, Failure], seconds: float | None = None) -> list[Row]:
         """The rows of `case`; see ``CaseRunner.run_case``.
@@ -78,22 +70,22 @@ class Worker:
         Raises:
             BackendLostError: if a backend took the worker with it, or was silent for longer than the limit.
         """
-        if self._process is None:
-            self._start()
-        self._connection.send((case, dict(excluded), seconds))
-        return self._await("rows")
+        child = self._child or self._start()
+        child.connection.send((case, dict(excluded), seconds))
+        return self._await(child, "rows")
 
-    def _await(self, kind: str) -> Any:
+    def _await(self, child: Child, kind: str) -> Any:
         """The worker's next answer of this kind; its announcements are passed on."""
         backend = None
         while True:
-            if not self._connection.poll(self._time_limit_s):
+            if not child.connection.poll(self._time_limit_s):
                 self.close()
                 raise BackendLostError(backend, ("timeout", f"no sign of life for {self._time_limit_s:.0f} s"))
             try:
-                message = self._connection.recv()
+                message = child.connection.recv()
             except (EOFError, OSError):
-                raise BackendLostError(backend, ("crashed", self._obituary())) from None
+                self._child = None
+                raise BackendLostError(backend, ("crashed", child.obituary())) from None
             if message[0] == kind:
                 return message[1]
             if message[0] == "lost":
@@ -102,21 +94,11 @@ class Worker:
             _, text, backend = message
             self._announce(text, backend)
 
-    def _obituary(self) -> str:
-        self._process.join(_GOODBYE_S)
-        code = self._process.exitcode
-        self.close()
-        if code is not None and code < 0:
-            return f"its process was ended by {signal.Signals(-code).name}"
-        return f"its process ended with exit status {code}"
-
     def close(self) -> None:
         """End the worker."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.join(_GOODBYE_S)
-            self._connection.close()
-            self._process = None
+        if self._child is not None:
+            self._child.end()
+            self._child = None
 
 
 def _serve(connection: Connection, plan: Plan, device: torch.device) -> None:
