@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import pytest
@@ -212,7 +213,21 @@ def test_host_time_is_the_median_over_batches_and_leaves_the_warm_up_out():
             self.events.append("run")
 
     work = Work(clock, [])
-    assert measure.host_microseconds(work, CPU, calls=2, batches=5, now=clock) == pytest.approx(3.0)
+    found = measure.host_microseconds(work, CPU, calls=2, batches=5, now=clock)
+    assert found.median == pytest.approx(3.0)
+    assert found.least == pytest.approx(1.0)
+
+
+def test_no_garbage_is_collected_while_the_host_is_timed():
+    seen = []
+
+    class Work(SlowWork):
+        def run(self, index: int) -> None:
+            seen.append(gc.isenabled())
+
+    measure.host_microseconds(Work(FakeClock(), []), CPU, calls=2, batches=2)
+    assert set(seen) == {False}
+    assert gc.isenabled()
 
 
 def test_sets_exceed_the_cache():

@@ -156,6 +156,16 @@ def test_merged_files_can_be_read_and_merged_again(make_row, tmp_path):
     assert len(reporting.machines(again)) == 2
 
 
+def test_what_makes_times_unsafe_is_said_first(report, make_row):
+    report.environment |= {"device_type": "cuda", "busy_before": 0.28, "processors_busy_before": 0.4}
+    lines = reporting.to_markdown(report).splitlines()
+    assert lines[1] == "unsafe: the GPU was 28% busy before the run: somebody else is on it  "
+    assert "40% busy before the run: host times" in lines[2]
+    calm = Report({"device": "calm", "busy_before": 0.02, "processors_busy_before": 0.1}, rows=[make_row()])
+    assert reporting.warnings(calm) == []
+    assert reporting.warnings(merge([calm, report]))[0].startswith("unsafe on fake: the GPU")
+
+
 def test_the_seeds_tables_have_their_columns_and_show_what_was_wrong(make_row, tmp_path):
     first, second = seeds_tables(two_machines(make_row, tmp_path).rows)
     assert list(first.columns) == [

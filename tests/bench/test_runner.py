@@ -9,6 +9,7 @@ import loss_core
 import pytest
 import torch
 import torch.nn.functional as F
+from loss_bench import measure, runner
 from loss_bench.calls import make_call
 from loss_bench.cases import Case, Options
 from loss_bench.check import check
@@ -108,6 +109,15 @@ def test_a_backend_that_breaks_later_loses_the_rest_only(install_backend):
     assert rows["tired", "forward"].reason == "RuntimeError: too tired"
     assert rows["tired", "no-grad"].status == "error"
     assert rows["torch-nn", "forward"].status == rows["torch-nn", "no-grad"].status == "ok"
+
+
+def test_the_environment_is_looked_at_before_this_process_uses_the_device(monkeypatch):
+    timer = FakeTimer()
+    seen = []
+    monkeypatch.setattr(runner, "environment", lambda device: seen.append(list(timer.log)) or {})
+    monkeypatch.setattr(measure, "make_timer", lambda device: seen.append("timer") or timer)
+    CaseRunner(Plan(backends=("torch",)), CPU)
+    assert seen == [[], "timer"]
 
 
 def test_excluded_backends_are_not_run():

@@ -415,6 +415,8 @@ def accuracy_command(
         chosen = cases.build_cases(names, [(*cases.parse_shape(shape), "float32")], dtypes=dtypes)
     except (ValueError, RuntimeError) as error:
         raise _fail(error) from error
+    result = Report(environment(where), settings={"seed": seed, "shape": shape})
+    result.backends = [asdict(b) for b in backends]
     tasks = accuracy.make_tasks(chosen, kinds, backends, seed)
     name = device_name(where)
     found = {task: new_accuracy(task, name, "unavailable", task.refusal) for task in tasks if task.refusal}
@@ -426,8 +428,6 @@ def accuracy_command(
     isolation = _Isolation(None if in_process else jobs or default_jobs(), time_limit)
     runnable = [task for task in tasks if not task.refusal]
     interrupted = _run_tasks(accuracy.measure_accuracy, runnable, where, isolation, quiet, keep)
-    result = Report(environment(where), settings={"seed": seed, "shape": shape})
-    result.backends = [asdict(b) for b in backends]
     result.accuracy = [found[task].to_json() for task in tasks if task in found]
     _deliver(result, json_file, markdown, interrupted=interrupted)
 

@@ -8,6 +8,7 @@ and nothing waits for the GPU until all iterations are in its queue.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -360,29 +361,47 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
+@dataclass(frozen=True)
+class HostTime:
+    """What the host spends on one call, in microseconds.
+
+    Attributes:
+        median: over the batches.
+        least: of the batches: what is left when nobody else has the processor.
+    """
+
+    median: float
+    least: float
+
+
 def host_microseconds(
-    work: Work, device: torch.device, *, calls: int, batches: int = 9, now: Callable[[], float] = time.perf_counter
-) -> float:
+    work: Work, device: torch.device, *, calls: int, batches: int = 25, now: Callable[[], float] = time.perf_counter
+) -> HostTime:
     """Microseconds that the host spends on one call, while the GPU works behind it.
 
     `calls` calls are made without waiting, as many as there are sets of inputs; the GPU is waited for between the
-    batches only. The median over the batches is returned; there are fewer of them where calls are slow. On a CPU the
-    arithmetic is part of it.
+    batches only. There are fewer of them where calls are slow. On a CPU the arithmetic is part of it.
     """
     taken: list[float] = []
-    while len(taken) < 2 or (len(taken) <= batches and sum(taken[1:]) * calls < _HOST_LIMIT_S * 1e6):
-        for index in range(calls):
-            work.prepare(index)
-        synchronize(device)
-        start = now()
-        for index in range(calls):
-            work.run(index)
-        taken.append((now() - start) * 1e6 / calls)
-        for index in range(calls):
-            work.finish(index)
-        synchronize(device)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        while len(taken) < 2 or (len(taken) <= batches and sum(taken[1:]) * calls < _HOST_LIMIT_S * 1e6):
+            for index in range(calls):
+                work.prepare(index)
+            synchronize(device)
+            start = now()
+            for index in range(calls):
+                work.run(index)
+            taken.append((now() - start) * 1e6 / calls)
+            for index in range(calls):
+                work.finish(index)
+            synchronize(device)
+    finally:
+        if collecting:
+            gc.enable()
     # The first batch warms up.
-    return statistics.median(taken[1:])
+    return HostTime(statistics.median(taken[1:]), min(taken[1:]))
 
 
 def peak_mib(work: Work, device: torch.device) -> float | None:

@@ -42,6 +42,7 @@ def to_html(report: Report) -> str:
         devices=", ".join(dict.fromkeys(source["environment"]["device"] for source in report.all_sources)),
         machines=reporting.machines(report),
         sources=[_facts(source) for source in report.all_sources],
+        warnings=reporting.warnings(report),
         sections=[*map(_text_section, text_tables(report)), *_timing_sections(report)],
         footnotes=reporting.footnotes(report),
     )

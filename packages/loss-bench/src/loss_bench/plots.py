@@ -71,7 +71,7 @@ def _bars(title: str, rows: Sequence[Row], colours: dict[str, str]) -> Figure:
         bars.set_label(name)
     axes.axvline(100, color="#888888", linestyle="--", linewidth=1, label="copy")
     axes.set_yticks(range(len(cases)), cases, fontsize=8)
-    axes.invert_yaxis()
+    axes.set_ylim(len(cases) - 0.4, -0.6)
     axes.set_xlabel("% of the copy bandwidth (more is better)")
     figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     return figure

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from loss_bench.results import FAILURES, Report, Row
+from loss_bench.results import FAILURES, Report, Row, doubts
 from loss_bench.tables import (
     NOTHING,
     TextTable,
@@ -66,6 +66,7 @@ COLUMNS = (
     Column("graph ms", lambda row: milliseconds(row.graph_ms)),
     Column("% of copy (graph)", lambda row: _share(row.graph_share)),
     Column("host us", lambda row: number(row.host_us, ".0f")),
+    Column("least host us", lambda row: number(row.host_least_us, ".0f")),
     Column("peak MiB", lambda row: number(row.peak_mib, ".1f")),
     Column("x torch", lambda row: number(row.speedup, ".2f")),
     Column("error loss / grad", _error),
@@ -78,6 +79,7 @@ _DISPENSABLE = (
     "peak MiB",
     "GB/s",
     "host us",
+    "least host us",
     "error loss / grad",
     "% of copy",
     "dtype",
@@ -112,6 +114,8 @@ def print_report(report: Report, console: Console) -> None:
     """Print every table of `report`, the backends that cannot run last."""
     for line in machines(report):
         console.print(Text(line))
+    for line in warnings(report):
+        console.print(Text(line, style="yellow"))
     for table in text_tables(report):
         console.print(Text(table.title, style="bold"))
         console.print(_rich_table(table))
@@ -142,6 +146,20 @@ def machines(report: Report) -> list[str]:
     for source in report.all_sources:
         found.setdefault(_machine(source["environment"]), []).append(source["ceilings"])
     return [" | ".join(filter(None, (*words, *_ceilings(ceilings)))) for words, ceilings in found.items()]
+
+
+def warnings(report: Report) -> list[str]:
+    """What makes the times unsafe, beside what their rows say."""
+    if not report.rows and not report.train:
+        return []
+    environments = [source["environment"] for source in report.all_sources]
+    devices = [environment["device"] for environment in environments]
+    found = [
+        " ".join(filter(None, ("unsafe", on_device(devices, environment["device"])))) + f": {doubt}"
+        for environment in environments
+        for doubt in doubts(environment)
+    ]
+    return list(dict.fromkeys(found))
 
 
 def _machine(environment: Mapping[str, Any]) -> tuple[str, ...]:
@@ -229,7 +247,8 @@ def footnotes(report: Report) -> list[str]:
         (
             "GB/s: the fewest bytes that the pass has to move over its median; % of copy: against a copy in this "
             "process. graph: replayed as a CUDA graph, without the host. x torch: torch.nn.functional's median over "
-            "this one. host us: of one call at 64 x 512."
+            "this one. host us: of one call at 64 x 512, the median over batches of "
+            "calls; least host us: of the quickest batch."
         ),
         "error: against float64, relative (norm of the difference over the norm).",
     ]
@@ -242,7 +261,7 @@ def footnotes(report: Report) -> list[str]:
 def to_markdown(report: Report) -> str:
     """The report as Markdown."""
     # Two spaces at the end of a line are Markdown's line break.
-    lines = ["  \n".join(machines(report)), ""]
+    lines = ["  \n".join(machines(report) + warnings(report)), ""]
     for table in text_tables(report):
         alignment = ["---" if place < table.labels else "---:" for place in range(len(table.columns))]
         lines += _markdown_table(table.title, table.columns, alignment, table.lines, table.notes)

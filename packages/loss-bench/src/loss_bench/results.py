@@ -29,6 +29,7 @@ import math
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -45,6 +46,9 @@ STATUSES = ("ok", "wrong", "unsupported", "unavailable", "error", "crashed", "ti
 """``ok`` was timed. ``wrong``: its result is not that of float64, so it was not. ``unsupported``: the backend does not
 do this case. ``unavailable``: the backend cannot run here. ``error``: it raised something else. ``crashed``: it took
 its process, or the context on the GPU, with it. ``timeout``: it did not come back."""
+
+_BUSY_GPU, _BUSY_HOST = 0.05, 0.25
+_MOMENT_S = 0.2
 
 FAILURES = ("wrong", "error", "crashed", "timeout")
 """The statuses that set the exit status of the command."""
@@ -67,7 +71,7 @@ class Row:
         copy_share: that as a share of the copy bandwidth of the same process.
         graph_ms, graph_share: median of the pass replayed as a CUDA graph, and its share of the copy bandwidth;
             forward+backward and no-grad only, and null where it cannot be captured.
-        host_us: host time of one call at a tiny size.
+        host_us, host_least_us: host time of one call at a tiny size, the median and the least over batches of calls.
         peak_mib: memory beyond the inputs.
         speedup: the baseline's median over this one.
         loss_error, grad_error: relative to float64.
@@ -97,6 +101,7 @@ class Row:
     graph_ms: float | None = None
     graph_share: float | None = None
     host_us: float | None = None
+    host_least_us: float | None = None
     peak_mib: float | None = None
     speedup: float | None = None
     loss_error: float | None = None
@@ -271,6 +276,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "threads": torch.get_num_threads(),
+        **_processor_state(),
         "packages": {name: found for name, found in versions.items() if found},
     }
     if device.type == "cuda":
@@ -285,7 +291,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _driver_state(properties: Any) -> dict[str, str]:
+def _driver_state(properties: Any) -> dict[str, Any]:
     """The driver's version, and what the GPU was doing before the run, as far as nvidia-smi is there to tell."""
     query = "driver_version,utilization.gpu,clocks.sm,clocks.max.sm,temperature.gpu,power.draw"
     words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", f"GPU-{properties.uuid}"]
@@ -295,7 +301,36 @@ def _driver_state(properties: Any) -> dict[str, str]:
     except (OSError, subprocess.SubprocessError, ValueError, AttributeError):
         return {}
     state = f"{busy}% busy, SM {clock} of {most} MHz, {degrees} C, {watts} W"
-    return {"driver": driver, "state_before": state}
+    return {"driver": driver, "state_before": state, **({"busy_before": int(busy) / 100} if busy.isdigit() else {})}
+
+
+def _processor_state() -> dict[str, float]:
+    """The share of the processors that others take, over a moment in which this process does nothing; Linux only."""
+    try:
+        before = _processor_ticks()
+        time.sleep(_MOMENT_S)
+        total, idle = (after - first for after, first in zip(_processor_ticks(), before, strict=True))
+    except (OSError, ValueError):
+        return {}
+    return {"processors_busy_before": round(1 - idle / total, 2)} if total else {}
+
+
+def _processor_ticks() -> tuple[int, int]:
+    """Ticks of all processors since the start of the system, and how many of them were idle."""
+    with Path("/proc/stat").open(encoding="utf-8") as file:
+        ticks = [int(word) for word in file.readline().split()[1:9]]
+    return sum(ticks), ticks[3] + ticks[4]
+
+
+def doubts(environment: Mapping[str, Any]) -> list[str]:
+    """Why the times of a run in this environment are not safe."""
+    found = []
+    if (busy := environment.get("busy_before", 0.0)) > _BUSY_GPU:
+        found.append(f"the GPU was {busy:.0%} busy before the run: somebody else is on it")
+    if (busy := environment.get("processors_busy_before", 0.0)) > _BUSY_HOST:
+        what = "host times" if environment.get("device_type") == "cuda" else "all times"
+        found.append(f"the processors were {busy:.0%} busy before the run: {what} may be too long")
+    return found
 
 
 def device_name(device: torch.device) -> str:

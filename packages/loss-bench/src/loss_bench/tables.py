@@ -70,7 +70,7 @@ def by_case(rows: Sequence[Row]) -> list[Row]:
 def text_tables(report: Report) -> list[TextTable]:
     """All of them that `report` has something for."""
     seeds = seeds_tables(report.rows) if "seeds" in report.presets else []
-    return [*train_tables(report.train), *accuracy_tables(report.accuracy), *seeds]
+    return [*seeds, *train_tables(report.train), *accuracy_tables(report.accuracy)]
 
 
 SEEDS_COLUMNS = (
