@@ -206,6 +206,10 @@ def test_text_of_ones_own(tmp_path):
     text.write_bytes(b"short")
     assert "4096" in invoke("train", "--text", text, "--device", "cpu", status=2).output
     text.write_bytes(bytes(range(256)) * 40)
+    words = ["--context", "20000", "--device", "cpu", "-q"]
+    assert (
+        "has 10240 tokens; more than the context of 20000" in invoke("train", "--text", text, *words, status=2).output
+    )
     words = ["--steps", "2", "--batch", "2", "--context", "16", "--device", "cpu", "-q", "--in-process"]
     invoke("train", "--text", text, "-b", "torch-nn", *words)
 

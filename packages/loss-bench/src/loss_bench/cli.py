@@ -66,7 +66,7 @@ from loss_bench.results import Report, device_name, environment, merge, read_rep
 from loss_bench.runner import CaseRunner, Plan, chosen_backends
 from loss_bench.session import Executor, Session
 from loss_bench.tokens import encode, read_text
-from loss_bench.train import SIZES, Curve, TrainTask, compare_curves, failed_curve
+from loss_bench.train import SIZES, Curve, TrainTask, check_length, compare_curves, failed_curve
 from loss_bench.train import Size as TrainSize
 from loss_bench.train import train as train_with
 from loss_bench.worker import Worker
@@ -476,8 +476,8 @@ def train(
         check_writable(json_file, markdown, save_logits)
         found = chosen_backends(cases.words(backend), where)
         chosen = _train_size(where, size, steps=steps, batch=batch, context=context, dtype=dtype, vocabulary=vocabulary)
-        # Here, so that mistakes are named before anything runs, and an encoding is learnt once.
-        encode(read_text(text), chosen.vocabulary)
+        # Here too, so that mistakes are named before anything runs; an encoding is learnt once.
+        check_length(encode(read_text(text), chosen.vocabulary), chosen)
     except (ValueError, RuntimeError) as error:
         raise _fail(error) from error
     except ModuleNotFoundError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def _standard_library() -> bytes:
 def encode(text: bytes, vocabulary: int) -> Tensor:
     """The text as numbers below `vocabulary`: its bytes for 256, tokens of a byte-pair encoding for more.
 
-    The encoding is learnt once for a text and a vocabulary and kept in the user's cache folder.
+    A text is encoded once for a vocabulary; the tokens are kept in the user's cache folder.
 
     Raises:
         ValueError: for a vocabulary below 256.
@@ -51,23 +52,15 @@ def encode(text: bytes, vocabulary: int) -> Tensor:
         raise ValueError(f"a vocabulary holds at least the {BYTE_VOCABULARY} bytes, got {vocabulary}")
     if vocabulary == BYTE_VOCABULARY:
         return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    words = text.decode("utf-8", errors="replace")
-    return torch.tensor(_tokenizer(words, vocabulary).encode(words).ids, dtype=torch.int32)
-
-
-def _tokenizer(words: str, vocabulary: int) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    name = f"{hashlib.sha256(words.encode()).hexdigest()[:16]}-{vocabulary}.json"
-    kept = _cache_folder() / name
-    if kept.exists():
-        return Tokenizer.from_file(str(kept))
-    tokenizer = _learn(words, vocabulary)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = kept.with_name(f"{name}.{os.getpid()}")
-    tokenizer.save(str(unfinished))
-    os.replace(unfinished, kept)
-    return tokenizer
+    kept = _cache_folder() / f"{hashlib.sha256(text).hexdigest()[:16]}-{vocabulary}.safetensors"
+    if not kept.exists():
+        words = text.decode("utf-8", errors="replace")
+        tokens = torch.tensor(_learn(words, vocabulary).encode(words).ids, dtype=torch.int32)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = kept.with_name(f"{kept.name}.{os.getpid()}")
+        save_file({"tokens": tokens}, unfinished)
+        os.replace(unfinished, kept)
+    return load_file(kept)["tokens"]
 
 
 def _learn(words: str, vocabulary: int) -> Tokenizer:

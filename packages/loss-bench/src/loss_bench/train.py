@@ -90,6 +90,16 @@ class Curve:
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in pairs.items()}
 
 
+def check_length(text: Tensor, size: Size) -> None:
+    """Raise for a text that is too short to draw sequences from.
+
+    Raises:
+        ValueError: with both lengths.
+    """
+    if len(text) <= size.context:
+        raise ValueError(f"the text has {len(text)} tokens; more than the context of {size.context} are needed")
+
+
 def batches(text: Tensor, size: Size, device: torch.device, seed: int) -> Tensor:
     """(steps, batch, context + 1) tokens, drawn from places that `seed` decides."""
     generator = torch.Generator().manual_seed(seed)
