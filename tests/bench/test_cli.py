@@ -116,10 +116,10 @@ def test_what_a_peer_lacks_is_shown_in_its_cell(install_backend, tmp_path):
     install_backend(
         "plain",
         """
-        from loss_bench.peers.requirements import refuse_options
+        from loss_bench.peers.requirements import cross_entropy_with
         PEER = "plain-losses"
-        def cross_entropy(logits, target, weight, byte_lengths, num_items, options):
-            refuse_options(options, known=("ignore_index",), weight=weight)
+        @cross_entropy_with("ignore_index")
+        def cross_entropy(logits, target, weight, options):
             return F.cross_entropy(logits, target, ignore_index=options.ignore_index)
         """,
     )

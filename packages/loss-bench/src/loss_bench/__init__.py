@@ -7,10 +7,13 @@
 - ``calls``: how a backend is called, as its own users call it.
 - ``check``: the float64 reference and the verdict; a wrong result is not timed.
 - ``measure``: clocks, host time, peak memory, ceilings.
-- ``runner``: the loop over cases, backends and passes.
+- ``runner``: one case on every backend; ``worker``: the same in a process that may be lost; ``session``: all cases.
 - ``results``: the rows and their JSON form.
-- ``report``: the rows as tables for people.
-- ``train``: a small language model trained with each backend.
+- ``report``, ``tables``: the rows as tables for people; ``plots``, ``page``: as pictures and as one HTML page.
+- ``processes``: tasks in processes of their own, for what follows.
+- ``compiling``: kernels compiled ahead; ``accuracy``: errors over hard inputs; ``train``: a small language model
+  trained with each backend.
+- ``cli``: the commands; ``choices``: what their words choose; ``terminal``: what they print and how they end.
 - ``peers``: other people's libraries behind the registry's door, one a file.
 """
 

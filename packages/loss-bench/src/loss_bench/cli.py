@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from loss_bench import __version__, accuracy, cases, compiling, report
@@ -53,18 +49,24 @@ from loss_bench.compare import compare, comparison_table
 from loss_bench.compiling import CompileTask
 from loss_bench.inputs import read_logits
 from loss_bench.processes import (
-    AnyTask,
     Done,
-    Result,
-    Work,
     default_jobs,
     one_triton_cache,
-    run_here,
-    run_tasks,
 )
 from loss_bench.results import Report, device_name, environment, merge, read_report
 from loss_bench.runner import CaseRunner, Plan, chosen_backends
 from loss_bench.session import Executor, Session
+from loss_bench.terminal import (
+    INTERRUPTED,
+    Isolation,
+    command_line,
+    deliver,
+    make_console,
+    mistake,
+    run_all,
+    show_progress,
+    write,
+)
 from loss_bench.tokens import encode, read_text
 from loss_bench.train import SIZES, Curve, TrainTask, check_length, compare_curves, failed_curve
 from loss_bench.train import Size as TrainSize
@@ -83,8 +85,6 @@ app = typer.Typer(
 
 # A causal loss is a cross-entropy with shifted labels: the same errors.
 _ACCURACY_OPS = ("cross_entropy", "softmax", "log_softmax")
-_PLAIN_WIDTH = 180
-_INTERRUPTED = 130
 _BUDGET_MS = {"cuda": 300.0, "cpu": 150.0}
 
 
@@ -96,17 +96,6 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     app()
-
-
-def _console(*, stderr: bool = False) -> Console:
-    console = Console(stderr=stderr)
-    # A pipe has no width; tables cut to 80 columns would lose what they say.
-    return console if console.is_terminal else Console(stderr=stderr, width=_PLAIN_WIDTH)
-
-
-def _fail(message: object) -> typer.Exit:
-    _console(stderr=True).print(f"[red]error:[/] {escape(str(message))}", highlight=False)
-    return typer.Exit(2)
 
 
 def _version(wanted: bool) -> None:
@@ -130,12 +119,12 @@ def list_command(device: DeviceOption = None) -> None:
     try:
         where = choose_device(device)
     except (ValueError, RuntimeError) as error:
-        raise _fail(error) from error
+        raise mistake(error) from error
     table = Table("backend", "distribution", "version", "ops", f"on {where}")
     for backend in find_backends(where):
         state = "[green]available[/]" if backend.available else f"[yellow]{escape(backend.reason)}[/]"
         table.add_row(backend.name, backend.distribution, backend.version, ", ".join(backend.ops), state)
-    _console().print(table)
+    make_console().print(table)
 
 
 @app.command()
@@ -215,14 +204,14 @@ def run(
         earlier = read_report(resume) if resume else None
         check_writable(json_file, markdown)
     except (ValueError, RuntimeError) as error:
-        raise _fail(error) from error
+        raise mistake(error) from error
     plan = Plan(tuple(backends), tuple(chosen_passes), iters, warmup, _BUDGET_MS[where.type], seed, logits, graph)
-    with _progress(quiet) as step:
+    with show_progress(quiet) as step:
         found, interrupted = _run(
             plan, where, chosen, step, json_file, earlier, preset, None if in_process else time_limit, deadline
         )
     found.settings |= {"preset": preset, "budget_s": budget}
-    _deliver(found, json_file, markdown, interrupted=interrupted)
+    deliver(found, json_file, markdown, interrupted=interrupted)
 
 
 def _run(
@@ -247,20 +236,20 @@ def _run(
         done = count
         if json_file is not None:
             found.settings["preset"] = preset
-            found.command = _command()
+            found.command = command_line()
             found.write(json_file)
 
     try:
         executor = _executor(plan, device, announce, time_limit)
     except (ValueError, RuntimeError) as error:
-        raise _fail(error) from error
+        raise mistake(error) from error
     try:
         session = Session(executor, plan, chosen, earlier=earlier, after_case=after_case, deadline=deadline)
         session.run()
     except ValueError as error:
-        raise _fail(error) from error
+        raise mistake(error) from error
     except KeyboardInterrupt:
-        _console(stderr=True).print("interrupted; what was measured follows")
+        make_console(stderr=True).print("interrupted; what was measured follows")
         return session.report, True
     finally:
         executor.close()
@@ -311,66 +300,20 @@ def warm(
         # Without names somebody has to ask who can run here; with names the processes find out by themselves.
         names = cases.words(backend) or [b.name for b in find_backends(where) if b.available]
     except (ValueError, RuntimeError) as error:
-        raise _fail(error) from error
+        raise mistake(error) from error
     tasks = compiling.make_tasks(names, chosen)
     begin = time.monotonic()
     outcomes: list[Done[CompileTask, None]] = []
-    isolation = _Isolation(jobs or default_jobs(), time_limit)
-    interrupted = _run_tasks(compiling.compile_case, tasks, where, isolation, quiet, outcomes.append)
+    isolation = Isolation(jobs or default_jobs(), time_limit)
+    interrupted = run_all(compiling.compile_case, tasks, where, isolation, quiet, outcomes.append)
     failed = sum(outcome.failure is not None for outcome in outcomes)
     spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in compiling.seconds_by_backend(outcomes).items())
-    _console().print(
+    make_console().print(
         f"{len(outcomes) - failed} of {len(tasks)} compiled in {time.monotonic() - begin:.0f} s ({spent})",
         highlight=False,
     )
     if interrupted:
-        raise typer.Exit(_INTERRUPTED)
-
-
-@dataclass(frozen=True)
-class _Isolation:
-    """How tasks are kept from one another: in how many processes (none: in this one), silent for how long."""
-
-    jobs: int | None
-    time_limit_s: float
-
-
-def _run_tasks(
-    work: Work[AnyTask, Result],
-    tasks: Sequence[AnyTask],
-    device: torch.device,
-    isolation: _Isolation,
-    quiet: bool,
-    after_each: Callable[[Done[AnyTask, Result]], None],
-) -> bool:
-    """Run `tasks` and hand over what became of each; whether Ctrl-C came in between."""
-    done = 0
-    with _progress(quiet) as step:
-
-        def tell(task: AnyTask, text: str, share: float) -> None:
-            step(text, (done + share) / len(tasks))
-
-        jobs, limit = isolation.jobs, isolation.time_limit_s
-        outcomes = (
-            run_tasks(work, tasks, device, jobs=jobs, time_limit_s=limit, tell=tell)
-            if jobs is not None
-            else run_here(work, tasks, device, tell=tell)
-        )
-        with closing(outcomes):
-            try:
-                for outcome in outcomes:
-                    done += 1
-                    problem = ": ".join(outcome.failure) if outcome.failure else f"{outcome.seconds:.1f} s"
-                    step(f"{outcome.task}: {problem}", done / len(tasks))
-                    after_each(outcome)
-            except KeyboardInterrupt:
-                _console(stderr=True).print("interrupted; what was finished follows")
-                return True
-    return False
-
-
-def _command() -> list[str]:
-    return ["loss-bench", *sys.argv[1:]]
+        raise typer.Exit(INTERRUPTED)
 
 
 @app.command("accuracy")
@@ -414,7 +357,7 @@ def accuracy_command(
             check_choice("op", name, _ACCURACY_OPS)
         chosen = cases.build_cases(names, [(*cases.parse_shape(shape), "float32")], dtypes=dtypes)
     except (ValueError, RuntimeError) as error:
-        raise _fail(error) from error
+        raise mistake(error) from error
     result = Report(environment(where), settings={"seed": seed, "shape": shape})
     result.backends = [asdict(b) for b in backends]
     tasks = accuracy.make_tasks(chosen, kinds, backends, seed)
@@ -425,11 +368,11 @@ def accuracy_command(
         task, failure = outcome.task, outcome.failure
         found[task] = outcome.result or new_accuracy(task, name, *(failure or ("error", "no result")))
 
-    isolation = _Isolation(None if in_process else jobs or default_jobs(), time_limit)
+    isolation = Isolation(None if in_process else jobs or default_jobs(), time_limit)
     runnable = [task for task in tasks if not task.refusal]
-    interrupted = _run_tasks(accuracy.measure_accuracy, runnable, where, isolation, quiet, keep)
+    interrupted = run_all(accuracy.measure_accuracy, runnable, where, isolation, quiet, keep)
     result.accuracy = [found[task].to_json() for task in tasks if task in found]
-    _deliver(result, json_file, markdown, interrupted=interrupted)
+    deliver(result, json_file, markdown, interrupted=interrupted)
 
 
 @app.command()
@@ -479,14 +422,14 @@ def train(
         # Here too, so that mistakes are named before anything runs; an encoding is learnt once.
         check_length(encode(read_text(text), chosen.vocabulary), chosen)
     except (ValueError, RuntimeError) as error:
-        raise _fail(error) from error
+        raise mistake(error) from error
     except ModuleNotFoundError as error:
-        raise _fail(f"{error.name} is not installed; pip install 'loss-bench[tokens]'") from error
+        raise mistake(f"{error.name} is not installed; pip install 'loss-bench[tokens]'") from error
     # A backend that was named is tried even where it says that it cannot run, so that its reason is shown.
     names = cases.words(backend) or [b.name for b in found if "cross_entropy" in b.ops and b.available]
     result = Report(environment(where), settings={**asdict(chosen), "seed": seed, "text": str(text or "stdlib")})
     result.backends = [asdict(b) for b in found]
-    result.command = _command()
+    result.command = command_line()
     if save_logits is not None:
         save_logits.unlink(missing_ok=True)
     tasks = [TrainTask(name, chosen, seed, text, save_logits) for name in names]
@@ -499,9 +442,9 @@ def train(
         if json_file is not None:
             result.write(json_file)
 
-    isolation = _Isolation(None if in_process else 1, time_limit)
-    interrupted = _run_tasks(train_with, tasks, where, isolation, quiet, keep)
-    _deliver(result, json_file, markdown, interrupted=interrupted)
+    isolation = Isolation(None if in_process else 1, time_limit)
+    interrupted = run_all(train_with, tasks, where, isolation, quiet, keep)
+    deliver(result, json_file, markdown, interrupted=interrupted)
 
 
 @app.command("report")
@@ -532,12 +475,12 @@ def report_command(
         check_writable(markdown, csv, html, json_file, plots and plots / "plot.svg")
         found = merge([read_report(path) for path in files])
     except ValueError as error:
-        raise _fail(error) from error
+        raise mistake(error) from error
     if not quiet:
-        report.print_report(found, _console())
+        report.print_report(found, make_console())
     for path, text in ((markdown, report.to_markdown), (csv, report.to_csv)):
         if path is not None:
-            _write(path, text(found))
+            write(path, text(found))
     if html is not None or plots is not None:
         _draw(found, html, plots)
     if json_file is not None:
@@ -550,11 +493,11 @@ def _draw(found: Report, html: Path | None, plots: Path | None) -> None:
 
     try:
         if html is not None:
-            _write(html, to_html(found))
+            write(html, to_html(found))
         if plots is not None:
             write_plots(found, plots)
     except ModuleNotFoundError as error:
-        raise _fail(f"{error.name} is not installed; pip install 'loss-bench[report]'") from error
+        raise mistake(f"{error.name} is not installed; pip install 'loss-bench[report]'") from error
 
 
 @app.command("compare")
@@ -579,17 +522,12 @@ def compare_command(
     try:
         changes = compare(read_report(old), read_report(new))
     except ValueError as error:
-        raise _fail(error) from error
+        raise mistake(error) from error
     if not changes:
-        raise _fail("the two files have no measurement in common (op, shape, dtype, options, pass, backend, device)")
-    _console().print(comparison_table(changes, fail_above))
+        raise mistake("the two files have no measurement in common (op, shape, dtype, options, pass, backend, device)")
+    make_console().print(comparison_table(changes, fail_above))
     if any(change.fails(fail_above if fail_above is not None else float("inf")) for change in changes):
         raise typer.Exit(1)
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
 
 
 def _train_size(device: torch.device, name: str | None, **changes: Any) -> TrainSize:
@@ -598,36 +536,3 @@ def _train_size(device: torch.device, name: str | None, **changes: Any) -> Train
     if changes["dtype"] is not None:
         changes["dtype"] = cases.parse_dtype(changes["dtype"])
     return replace(SIZES[name], **{key: value for key, value in changes.items() if value is not None})
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Any]:
-    """Yields the function that a run tells of its steps."""
-    console = _console(stderr=True)
-    if quiet:
-        yield lambda text, share: None
-    elif not console.is_terminal:
-        begin = time.monotonic()
-        yield lambda text, share: print(
-            f"{time.monotonic() - begin:6.1f} s {share:4.0%} {text}", file=sys.stderr, flush=True
-        )
-    else:
-        columns = (SpinnerColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("starting", total=1.0)
-            yield lambda text, share: bar.update(task, completed=share, description=text)
-
-
-def _deliver(found: Report, json_file: Path | None, markdown: Path | None, *, interrupted: bool) -> None:
-    """Write and print what was found, and set the exit status by it."""
-    found.command = _command()
-    # Files first: whoever reads the tables may leave before their end, and that ends this process.
-    if json_file is not None:
-        found.write(json_file)
-    if markdown is not None:
-        _write(markdown, report.to_markdown(found))
-    report.print_report(found, _console())
-    if interrupted:
-        raise typer.Exit(_INTERRUPTED)
-    if found.has_wrong:
-        raise typer.Exit(1)

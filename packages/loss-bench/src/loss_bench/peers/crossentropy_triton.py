@@ -12,7 +12,7 @@ import torch
 from loss_core.backend import CrossEntropyOptions
 from torch import Tensor
 
-from loss_bench.peers.requirements import lazily, missing_reason, refuse_options
+from loss_bench.peers.requirements import cross_entropy_with, lazily, missing_reason, refuse_options
 
 API_VERSION = 1
 OPS = ("cross_entropy",)
@@ -27,29 +27,15 @@ def unavailable_reason(device: torch.device) -> str | None:
     return missing_reason(PEER, _MODULE, "crossentropy-triton", at_least="0.1", device=device)
 
 
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    byte_lengths: Tensor | None,
-    num_items: float | Tensor | None,
-    options: CrossEntropyOptions,
-) -> Tensor:
+@cross_entropy_with("ignore_index", reductions=("mean",))
+def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions) -> Tensor:
     """The library's forward and backward; mean only, loss in the dtype of the logits."""
-    refuse_options(
-        options,
-        known=("ignore_index",),
-        reductions=("mean",),
-        weight=weight,
-        byte_lengths=byte_lengths,
-        num_items=num_items,
-    )
     return _CrossEntropy.apply(logits, target, options.ignore_index)
 
 
 def causal_lm_loss(logits: Tensor, labels: Tensor, weight: Tensor | None, options: CrossEntropyOptions) -> Tensor:
     """The library's own ``CrossEntropyFunction``: (sequences, time, classes) logits, (sequences, time) labels."""
-    refuse_options(options, known=("ignore_index",), reductions=("mean",), weight=weight)
+    refuse_options(options, {"weight": weight}, known=("ignore_index",), reductions=("mean",))
     return lazily(_MODULE, "CrossEntropyFunction.apply")(logits, labels, options.ignore_index)
 
 

@@ -9,7 +9,7 @@ import torch
 from loss_core.backend import CrossEntropyOptions
 from torch import Tensor
 
-from loss_bench.peers.requirements import lazily, missing_reason, refuse_options
+from loss_bench.peers.requirements import cross_entropy_with, lazily, missing_reason
 
 API_VERSION = 1
 OPS = ("cross_entropy",)
@@ -23,22 +23,9 @@ def unavailable_reason(device: torch.device) -> str | None:
     return missing_reason(PEER, _MODULE, "fla", at_least="0.6", device=device)
 
 
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    byte_lengths: Tensor | None,
-    num_items: float | Tensor | None,
-    options: CrossEntropyOptions,
-) -> Tensor:
+@cross_entropy_with("ignore_index", "label_smoothing", "z_loss", "softcap", "logit_scale")
+def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions) -> Tensor:
     """``fla.modules.fused_cross_entropy.FusedCrossEntropyLoss``; row losses in float32, reduced by torch."""
-    refuse_options(
-        options,
-        known=("ignore_index", "label_smoothing", "z_loss", "softcap", "logit_scale"),
-        weight=weight,
-        byte_lengths=byte_lengths,
-        num_items=num_items,
-    )
     return _loss(options)(logits, target)
 
 

@@ -9,7 +9,7 @@ import torch
 from loss_core.backend import CrossEntropyOptions
 from torch import Tensor
 
-from loss_bench.peers.requirements import lazily, missing_reason, refuse_options
+from loss_bench.peers.requirements import cross_entropy_with, lazily, missing_reason
 
 API_VERSION = 1
 OPS = ("cross_entropy", "softmax")
@@ -22,22 +22,9 @@ def unavailable_reason(device: torch.device) -> str | None:
     return missing_reason(PEER, "liger_kernel.ops.cross_entropy", "liger", at_least="0.5", device=device)
 
 
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    byte_lengths: Tensor | None,
-    num_items: float | Tensor | None,
-    options: CrossEntropyOptions,
-) -> Tensor:
+@cross_entropy_with("ignore_index", "label_smoothing", "z_loss", "softcap", "weight")
+def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions) -> Tensor:
     """``liger_kernel.transformers.functional.liger_cross_entropy``; the loss has the dtype of the logits."""
-    refuse_options(
-        options,
-        known=("ignore_index", "label_smoothing", "z_loss", "softcap", "weight"),
-        weight=weight,
-        byte_lengths=byte_lengths,
-        num_items=num_items,
-    )
     return lazily("liger_kernel.transformers.functional", "liger_cross_entropy")(
         logits,
         target,

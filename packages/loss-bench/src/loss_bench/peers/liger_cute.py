@@ -9,7 +9,7 @@ import torch
 from loss_core.backend import CrossEntropyOptions
 from torch import Tensor
 
-from loss_bench.peers.requirements import lazily, missing_reason, refuse_options
+from loss_bench.peers.requirements import cross_entropy_with, lazily, missing_reason
 
 API_VERSION = 1
 OPS = ("cross_entropy",)
@@ -24,22 +24,9 @@ def unavailable_reason(device: torch.device) -> str | None:
     return missing_reason(PEER, _MODULE, "liger", at_least="0.8", device=device, capability=(9, 0))
 
 
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    byte_lengths: Tensor | None,
-    num_items: float | Tensor | None,
-    options: CrossEntropyOptions,
-) -> Tensor:
+@cross_entropy_with("ignore_index", "label_smoothing", "z_loss", "softcap", "weight")
+def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions) -> Tensor:
     """``LigerCrossEntropyFunction`` of the CuTe DSL ops."""
-    refuse_options(
-        options,
-        known=("ignore_index", "label_smoothing", "z_loss", "softcap", "weight"),
-        weight=weight,
-        byte_lengths=byte_lengths,
-        num_items=num_items,
-    )
     loss, *_ = lazily(_MODULE, "LigerCrossEntropyFunction.apply")(
         logits,
         target,

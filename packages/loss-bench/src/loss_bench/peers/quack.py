@@ -6,7 +6,7 @@ import torch
 from loss_core.backend import CrossEntropyOptions
 from torch import Tensor
 
-from loss_bench.peers.requirements import lazily, missing_reason, refuse_dtype, refuse_options
+from loss_bench.peers.requirements import cross_entropy_with, lazily, missing_reason, refuse_dtype
 
 API_VERSION = 1
 OPS = ("cross_entropy", "softmax")
@@ -20,22 +20,9 @@ def unavailable_reason(device: torch.device) -> str | None:
     return missing_reason(PEER, "quack", "quack", at_least="0.6", device=device, capability=(9, 0))
 
 
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    byte_lengths: Tensor | None,
-    num_items: float | Tensor | None,
-    options: CrossEntropyOptions,
-) -> Tensor:
+@cross_entropy_with("ignore_index", "weight")
+def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions) -> Tensor:
     """``quack.cross_entropy.cross_entropy``; row losses in float32, reduced by torch."""
-    refuse_options(
-        options,
-        known=("ignore_index", "weight"),
-        weight=weight,
-        byte_lengths=byte_lengths,
-        num_items=num_items,
-    )
     refuse_dtype(logits, _DTYPES)
     return lazily("quack.cross_entropy", "cross_entropy")(
         logits, target, weight=weight, ignore_index=options.ignore_index, reduction=options.reduction

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -15,38 +15,66 @@ from torch import Tensor
 
 _DEFAULTS = CrossEntropyOptions()
 
+LibraryCrossEntropy = Callable[[Tensor, Tensor, "Tensor | None", CrossEntropyOptions], Tensor]
+BackendCrossEntropy = Callable[
+    [Tensor, Tensor, "Tensor | None", "Tensor | None", "float | Tensor | None", CrossEntropyOptions], Tensor
+]
+
+
+def cross_entropy_with(
+    *known: str, reductions: Collection[str] = ("none", "mean", "sum")
+) -> Callable[[LibraryCrossEntropy], BackendCrossEntropy]:
+    """Make a backend's ``cross_entropy`` of a function that calls a library and has the options `known`.
+
+    The function is called with (logits, target, weight, options). A call with an option that is neither `known` nor
+    left at its default raises ``UnsupportedInput``, which names all of those.
+
+    Args:
+        known: fields of ``CrossEntropyOptions`` that the library has, and ``"weight"`` if it has class weights.
+        reductions: those that it has.
+    """
+
+    def decorate(function: LibraryCrossEntropy) -> BackendCrossEntropy:
+        def cross_entropy(
+            logits: Tensor,
+            target: Tensor,
+            weight: Tensor | None,
+            byte_lengths: Tensor | None,
+            num_items: float | Tensor | None,
+            options: CrossEntropyOptions,
+        ) -> Tensor:
+            # The benchmark times this too: the usual call is through after one comparison.
+            if options != _DEFAULTS or weight is not None or byte_lengths is not None or num_items is not None:
+                tensors = {"weight": weight, "byte_lengths": byte_lengths, "num_items": num_items}
+                refuse_options(options, tensors, known=known, reductions=reductions)
+            return function(logits, target, weight, options)
+
+        cross_entropy.__doc__ = function.__doc__
+        return cross_entropy
+
+    return decorate
+
 
 def refuse_options(
     options: CrossEntropyOptions,
+    tensors: Mapping[str, object],
     *,
     known: Collection[str],
     reductions: Collection[str] = ("none", "mean", "sum"),
-    weight: Tensor | None = None,
-    byte_lengths: Tensor | None = None,
-    num_items: object = None,
 ) -> None:
     """Raise for every option that is given and not `known`.
 
     Args:
         options: of the call.
-        known: names of the fields of `options` that the library has, and ``"weight"`` if it has class weights.
+        tensors: the other options of the call by name, None where they are not given.
+        known: names of those that the library has.
         reductions: those that it has.
-        weight: of the call.
-        byte_lengths: of the call.
-        num_items: of the call.
 
     Raises:
         UnsupportedInput: naming all of them.
     """
-    # The benchmark times this too: the usual call leaves after one comparison.
-    if options == _DEFAULTS and weight is None and byte_lengths is None and num_items is None:
-        return
     given = {name for name, value in options._asdict().items() if value != getattr(_DEFAULTS, name)}
-    given |= {
-        name
-        for name, value in (("weight", weight), ("byte_lengths", byte_lengths), ("num_items", num_items))
-        if value is not None
-    }
+    given |= {name for name, value in tensors.items() if value is not None}
     lacking = sorted(given - set(known) - {"reduction"})
     if options.reduction not in reductions:
         lacking.append(f"reduction {options.reduction!r}")

@@ -17,7 +17,7 @@ from loss_core.backend import CrossEntropyOptions
 from torch import Tensor
 
 from loss_bench.peers import torch_nn
-from loss_bench.peers.requirements import refuse_options
+from loss_bench.peers.requirements import cross_entropy_with
 
 API_VERSION = 1
 OPS = ("cross_entropy", "softmax", "log_softmax")
@@ -37,22 +37,9 @@ def unavailable_reason(device: torch.device) -> str | None:
     return None
 
 
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    byte_lengths: Tensor | None,
-    num_items: float | Tensor | None,
-    options: CrossEntropyOptions,
-) -> Tensor:
+@cross_entropy_with(*torch_nn.KNOWN)
+def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions) -> Tensor:
     """``F.cross_entropy``, compiled."""
-    refuse_options(
-        options,
-        known=torch_nn.KNOWN,
-        weight=weight,
-        byte_lengths=byte_lengths,
-        num_items=num_items,
-    )
     return _compiled(torch_nn.functional_cross_entropy)(logits, target, weight, options)
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from loss_core.backend import CrossEntropyOptions
 from torch import Tensor
 
-from loss_bench.peers.requirements import refuse_options
+from loss_bench.peers.requirements import cross_entropy_with
 
 API_VERSION = 1
 OPS = ("cross_entropy", "softmax", "log_softmax")
@@ -22,22 +22,9 @@ def unavailable_reason(device: torch.device) -> str | None:
     return None
 
 
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    byte_lengths: Tensor | None,
-    num_items: float | Tensor | None,
-    options: CrossEntropyOptions,
-) -> Tensor:
+@cross_entropy_with(*KNOWN)
+def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions) -> Tensor:
     """``F.cross_entropy``; the loss has the dtype of the logits."""
-    refuse_options(
-        options,
-        known=KNOWN,
-        weight=weight,
-        byte_lengths=byte_lengths,
-        num_items=num_items,
-    )
     return functional_cross_entropy(logits, target, weight, options)
 
 
