@@ -11,12 +11,14 @@ schedule that goes with a width is in ``schedules``.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton.language as tl
 from loss_core.backend import CrossEntropyForward, CrossEntropyOptions
+from loss_core.memory import empty, zeroed_words
 from torch import Tensor
 
-from loss_triton.counters import counters
 from loss_triton.cross_entropy_options import (
     cross_entropy_bwd_kernel,
     cross_entropy_options_fwd_kernel,
@@ -26,15 +28,14 @@ from loss_triton.cross_entropy_options import (
 )
 from loss_triton.denominator import (
     NUMBER,
-    ONE,
     Denominator,
-    count_slice,
     denominator_of_gradient,
     denominator_of_loss,
     find_denominator,
     patience,
+    start_counting,
 )
-from loss_triton.launch import kernel, refuse_float64
+from loss_triton.launch import Launch, kernel, prepared, refuse_float64
 from loss_triton.rows import (
     LOG2_E,
     block_columns,
@@ -153,7 +154,7 @@ def cross_entropy_fwd_grad_kernel(
     held_columns = block_columns(blocks * BLOCK, HOLD, LANES * VECTOR)
     in_held = held_columns < body
     held = tl.load(vectors(row_ptr + head, held_columns, VECTOR), mask=in_held, other=float("-inf"))
-    count_slice(counters_ptr, target_ptr, rows, ignore_index, KIND, LANES)
+    words = start_counting(counters_ptr, target_ptr, rows, ignore_index, KIND, LANES)
     loss = 0.0
     lse = 0.0
     peak = 0.0
@@ -190,7 +191,7 @@ def cross_entropy_fwd_grad_kernel(
     tl.store(row_loss_ptr + row, loss)
     tl.store(lse_ptr + row, lse)
     denominator = denominator_of_gradient(
-        counters_ptr, target_ptr, of_row_ptr, number, rows, ignore_index, KIND, PATIENCE, LANES
+        words, counters_ptr, target_ptr, of_row_ptr, number, rows, ignore_index, KIND, PATIENCE, LANES
     )
     # Before the gradient, whose stores it would wait for; after the counters were read, which are set back when all
     # rows are known.
@@ -234,114 +235,127 @@ def cross_entropy_forward(
 ) -> CrossEntropyForward:
     """See ``loss_core.backend``. One launch; two where class weights or bytes have to be summed before a gradient."""
     refuse_float64(logits)
-    plain = (
-        weight is None and not stats and options.logit_scale > 0 and options.total_classes is None
-        and not options.label_smoothing and not options.z_loss and options.softcap is None
-    )  # fmt: skip
     if options.total_classes is not None:
         refuse_shard(weight, options, stats, forward=True)
     rows, classes = logits.shape
-    if options.reduction == "none":
-        denominator = None
-    else:
-        denominator = find_denominator(
-            target, weight, byte_lengths, num_items, options, classes, gradient=grad is not None
-        )
+    denominator = find_denominator(target, weight, byte_lengths, num_items, options, classes, gradient=grad is not None)
     if not rows:
-        return _of_no_rows(logits, denominator, stats)
-    if plain:
+        return _of_no_rows(logits, denominator, options, stats)
+    if weight is None and not stats and _is_plain(options):
         return _forward_plain(logits, target, denominator, options, grad)
     return _forward_options(logits, target, weight, denominator, options, grad, stats)
 
 
-def _of_no_rows(logits: Tensor, denominator: Denominator | None, stats: bool) -> CrossEntropyForward:
-    rows = torch.empty(0, dtype=torch.float32, device=logits.device)
-    result, loss = None, rows
-    if denominator is not None:
-        kind, _, number, result = denominator
-        if result is not None and result is not denominator.of_row:
-            result.fill_(number if kind is NUMBER else 0.0)
+@functools.lru_cache
+def _is_plain(options: CrossEntropyOptions) -> bool:
+    """Whether the plain kernels do these options."""
+    _, _, label_smoothing, z_loss, softcap, logit_scale, _, total_classes = options
+    return logit_scale > 0 and not label_smoothing and not z_loss and softcap is None and total_classes is None
+
+
+def _of_no_rows(
+    logits: Tensor, denominator: Denominator, options: CrossEntropyOptions, stats: bool
+) -> CrossEntropyForward:
+    none = torch.empty(0, dtype=torch.float32, device=logits.device)
+    loss, result = none, denominator.result
+    if result is not None and result is not denominator.of_row:
+        result.fill_(denominator.number if denominator.kind == NUMBER.value else 0.0)
+    if options.reduction != "none":
         loss = torch.zeros((), device=logits.device) if result is None else (0.0 / result).reshape(())
     if not stats:
-        return CrossEntropyForward(loss, rows, result)
-    return CrossEntropyForward(
-        loss, rows, result, loss.clone(), rows.to(torch.int64), rows.to(torch.bool)
-    )  # fmt: skip
+        return CrossEntropyForward(loss, none, result)
+    return CrossEntropyForward(loss, none, result, loss.clone(), none.to(torch.int64), none.to(torch.bool))
 
 
-_NO_DENOMINATOR = Denominator(ONE, None, 1.0, None)
+# Words that a launch counts in.
+_COUNTERS = 2
 
 
 def _forward_plain(
     logits: Tensor,
     target: Tensor,
-    denominator: Denominator | None,
+    denominator: Denominator,
     options: CrossEntropyOptions,
     grad: Tensor | None,
 ) -> CrossEntropyForward:
     rows, classes = logits.shape
-    device, size = logits.device, logits.element_size()
-    kind, of_row, number, result = denominator or _NO_DENOMINATOR
-    lse = torch.empty(rows, dtype=torch.float32, device=device)
-    row_loss = torch.empty(rows, dtype=torch.float32, device=device)
-    words = loss = None
-    if denominator is not None:
-        words, loss = counters(device), torch.empty((), dtype=torch.float32, device=device)
+    device, dtype = logits.device, logits.dtype
+    kind, of_row, number, result = denominator
+    row_loss, lse = empty((rows,), torch.float32, device), empty((rows,), torch.float32, device)
+    counters = loss = None
+    if options.reduction != "none":
+        counters, loss = zeroed_words(_COUNTERS, device), empty((), torch.float32, device)
     vector, edges = alignment(logits, grad)
-    key = device.index, logits.dtype, target.dtype, None if of_row is None else of_row.dtype, result is None
-    stride, ignore_index, logit_scale = logits.stride(0), options.ignore_index, options.logit_scale
+    dtypes = dtype, target.dtype, None if of_row is None else of_row.dtype
     if grad is None:
-        lanes, block, hold = forward_schedule(classes, size, vector)
-        cross_entropy_fwd_kernel(
-            rows, key,
-            (logits, target, words, of_row, result, row_loss, lse, loss,
-             rows, classes, stride, ignore_index, logit_scale, number),
-            (loss is not None, kind, vector, edges, lanes, block, hold), lanes,
+        launch = _forward_launch(device.index, dtypes, classes, vector, edges, kind, loss is not None)
+        launch(
+            rows, logits, target, counters, of_row, result, row_loss, lse, loss,
+            rows, classes, logits.stride(0), options.ignore_index, options.logit_scale, number,
         )  # fmt: skip
     else:
-        lanes, block, hold = gradient_schedule(classes, size, vector)
-        cross_entropy_fwd_grad_kernel(
-            rows, key,
-            (logits, target, words, of_row, result, row_loss, lse, grad, loss,
-             rows, classes, stride, grad.stride(0), ignore_index, logit_scale, number),
-            (kind, patience(device), vector, edges, lanes, block, hold), lanes,
+        launch = _gradient_launch(device.index, dtypes, classes, vector, edges, kind)
+        launch(
+            rows, logits, target, counters, of_row, result, row_loss, lse, grad, loss,
+            rows, classes, logits.stride(0), grad.stride(0), options.ignore_index, options.logit_scale, number,
         )  # fmt: skip
     return CrossEntropyForward(row_loss if loss is None else loss, lse, result)
+
+
+@functools.cache
+def _forward_launch(
+    device: int | None, dtypes: tuple[torch.dtype | None, ...], classes: int, vector: int, edges: bool, kind: int,
+    reduce: bool,
+) -> Launch:  # fmt: skip
+    lanes, block, hold = forward_schedule(classes, dtypes[0].itemsize, vector)  # type: ignore[union-attr]
+    constants = reduce, kind, vector, edges, lanes, block, hold
+    return prepared(cross_entropy_fwd_kernel, (device, dtypes), constants, lanes)
+
+
+@functools.cache
+def _gradient_launch(
+    device: int | None, dtypes: tuple[torch.dtype | None, ...], classes: int, vector: int, edges: bool, kind: int
+) -> Launch:
+    lanes, block, hold = gradient_schedule(classes, dtypes[0].itemsize, vector)  # type: ignore[union-attr]
+    constants = kind, patience(device), vector, edges, lanes, block, hold
+    return prepared(cross_entropy_fwd_grad_kernel, (device, dtypes), constants, lanes)
 
 
 def _forward_options(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    denominator: Denominator | None,
+    denominator: Denominator,
     options: CrossEntropyOptions,
     grad: Tensor | None,
     stats: bool,
 ) -> CrossEntropyForward:
     rows, classes = logits.shape
     device = logits.device
-    kind, of_row, number, result = denominator or _NO_DENOMINATOR
-    row_loss = torch.empty(rows, dtype=torch.float32, device=device)
-    lse = torch.empty_like(row_loss)
-    words = loss = row_z_loss = z_loss = prediction = correct = None
-    if denominator is not None:
-        words, loss = counters(device), torch.empty((), dtype=torch.float32, device=device)
+    kind, of_row, number, result = denominator
+    reduce = options.reduction != "none"
+    row_loss, lse = empty((rows,), torch.float32, device), empty((rows,), torch.float32, device)
+    counters = loss = row_z_loss = z_loss = prediction = correct = None
+    if reduce:
+        counters, loss = zeroed_words(_COUNTERS, device), empty((), torch.float32, device)
     if stats:
-        row_z_loss, z_loss = torch.empty_like(row_loss), None if loss is None else torch.empty_like(loss)
-        prediction = torch.empty(rows, dtype=torch.int64, device=device)
-        correct = torch.empty(rows, dtype=torch.bool, device=device)
+        row_z_loss = empty((rows,), torch.float32, device)
+        z_loss = empty((), torch.float32, device) if reduce else None
+        prediction, correct = empty((rows,), torch.int64, device), empty((rows,), torch.bool, device)
     vector, edges = alignment(logits, grad)
     lanes, block, hold = options_schedule(classes, vector)
-    cross_entropy_options_fwd_kernel(
-        rows,
-        (device.index, logits.dtype, target.dtype, None if of_row is None else of_row.dtype, result is None),
-        (logits, target, weight, words, of_row, result, row_loss, lse, grad, loss, row_z_loss, z_loss, prediction,
-         correct, rows, classes, logits.stride(0), 0 if grad is None else grad.stride(0), *numbers_of(options, classes),
-         number),
-        (denominator is not None, kind, patience(device), weight is not None, options.label_smoothing > 0,
+    launch = prepared(
+        cross_entropy_options_fwd_kernel,
+        (device.index, logits.dtype, target.dtype, None if of_row is None else of_row.dtype),
+        (reduce, kind, patience(device.index), weight is not None, options.label_smoothing > 0,
          options.softcap is not None, options.total_classes is not None, stats, grad is not None,
          vector, edges, lanes, block, hold),
         lanes,
+    )  # fmt: skip
+    launch(
+        rows, logits, target, weight, counters, of_row, result, row_loss, lse, grad, loss, row_z_loss, z_loss,
+        prediction, correct, rows, classes, logits.stride(0), 0 if grad is None else grad.stride(0),
+        *numbers_of(options, classes), number,
     )  # fmt: skip
     if loss is None:
         return CrossEntropyForward(row_loss, lse, None, row_z_loss, prediction, correct)
@@ -368,18 +382,27 @@ def cross_entropy_backward(
     if not rows:
         return
     vector, edges = alignment(logits, grad)
-    lanes, block = backward_schedule(classes, vector)
     device = logits.device
-    cross_entropy_bwd_kernel(
-        programs(rows, device),
-        (device.index, logits.dtype, target.dtype, grad_loss.dtype, denominator is None),
-        (grad_loss, logits, target, weight, lse, denominator, grad,
-         rows, classes, grad_loss.stride(0) if options.reduction == "none" else 0, logits.stride(0), grad.stride(0),
-         *numbers_of(options, classes)),
-        (weight is not None, options.label_smoothing > 0, options.softcap is not None,
-         options.total_classes is not None, skip_if_one, vector, edges, lanes, block),
-        lanes,
+    launch = _backward_launch(
+        device.index, (logits.dtype, target.dtype, grad_loss.dtype), classes, vector, edges, weight is not None,
+        denominator is None, options.label_smoothing > 0, options.softcap is not None,
+        options.total_classes is not None, skip_if_one,
     )  # fmt: skip
+    launch(
+        programs(rows, device), grad_loss, logits, target, weight, lse, denominator, grad,
+        rows, classes, grad_loss.stride(0) if options.reduction == "none" else 0, logits.stride(0), grad.stride(0),
+        *numbers_of(options, classes),
+    )  # fmt: skip
+
+
+@functools.cache
+def _backward_launch(
+    device: int | None, dtypes: tuple[torch.dtype, ...], classes: int, vector: int, edges: bool, weighted: bool,
+    whole: bool, smoothed: bool, capped: bool, shard: bool, skip_if_one: bool,
+) -> Launch:  # fmt: skip
+    lanes, block = backward_schedule(classes, vector)
+    constants = weighted, smoothed, capped, shard, skip_if_one, vector, edges, lanes, block
+    return prepared(cross_entropy_bwd_kernel, (device, dtypes, whole), constants, lanes)
 
 
 def cross_entropy_rescale(grad_loss: Tensor, grad: Tensor) -> None:
@@ -390,10 +413,6 @@ def cross_entropy_rescale(grad_loss: Tensor, grad: Tensor) -> None:
         return
     vector, edges = alignment(grad, None)
     lanes, block = backward_schedule(classes, vector)
-    cross_entropy_rescale_kernel(
-        programs(rows, grad.device),
-        (grad.device.index, grad.dtype, grad_loss.dtype),
-        (grad_loss, grad, rows, classes, grad.stride(0)),
-        (vector, edges, lanes, block),
-        lanes,
-    )
+    key = grad.device.index, grad.dtype, grad_loss.dtype
+    launch = prepared(cross_entropy_rescale_kernel, key, (vector, edges, lanes, block), lanes)
+    launch(programs(rows, grad.device), grad_loss, grad, rows, classes, grad.stride(0))

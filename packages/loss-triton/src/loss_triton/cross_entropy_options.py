@@ -15,7 +15,7 @@ import triton.language as tl
 from loss_core.backend import CrossEntropyOptions, UnsupportedInput
 from torch import Tensor
 
-from loss_triton.denominator import count_slice, denominator_of_gradient, denominator_of_loss
+from loss_triton.denominator import denominator_of_gradient, denominator_of_loss, start_counting
 from loss_triton.launch import kernel
 from loss_triton.rows import (
     LOG2_E,
@@ -129,13 +129,13 @@ def cross_entropy_options_fwd_kernel(
     held_columns = block_columns(blocks * BLOCK, HOLD, LANES * VECTOR)
     in_held = held_columns < body
     if GRAD:
-        count_slice(counters_ptr, target_ptr, rows, ignore_index, KIND, LANES)
+        words = start_counting(counters_ptr, target_ptr, rows, ignore_index, KIND, LANES)
     loss = 0.0
     lse = 0.0
     row_z_loss = 0.0
     if GRAD:
         denominator = denominator_of_gradient(
-            counters_ptr, target_ptr, of_row_ptr, number, rows, ignore_index, KIND, PATIENCE, LANES
+            words, counters_ptr, target_ptr, of_row_ptr, number, rows, ignore_index, KIND, PATIENCE, LANES
         )
     if live or STATS:
         state = (float("-inf"), 0.0, 0.0, 0.0, float("-inf"), 2147483647)

@@ -8,22 +8,25 @@ launch of their own there. Without a gradient all of this has time until the las
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from loss_core.backend import CrossEntropyOptions
+from loss_core.memory import empty
 from torch import Tensor
 
-from loss_triton.launch import kernel
+from loss_triton.launch import kernel, prepared
 
-# What the denominator is; a constant of the kernels.
+# What the denominator is; a constant of the kernels, and its value for the host.
 ONE, ROWS, NUMBER, TENSOR, WEIGHTS, BYTES = map(tl.constexpr, range(6))
 
-# Programs that count, and what each adds to the count when it is through.
-_SLICES = tl.constexpr(128)
-_SLICE = tl.constexpr(1 << 40)
+# Programs that count; what each adds to the count when it is through; and the rows that are too many to be counted so.
+# All in 32 bits, for every lane keeps a word while the row is summed, where registers are scarce.
+_SLICES = tl.constexpr(64)
+_SLICE = tl.constexpr(1 << 24)
+_TOO_MANY_ROWS = 1 << 24
 
 # How often a program looks for the count, about a microsecond each, before it counts for itself.
 _PATIENCE = 2048
@@ -52,21 +55,32 @@ def sum_over_targets(
 
 
 @triton.jit
-def count_slice(counters_ptr, target_ptr, rows, ignore_index, KIND: tl.constexpr, LANES: tl.constexpr):
-    """The share in counting of this program, for those that have one."""
+def _count_word(counters_ptr):
+    return (counters_ptr + 1).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def start_counting(counters_ptr, target_ptr, rows, ignore_index, KIND: tl.constexpr, LANES: tl.constexpr):
+    """For a program that has asked for its row: its share in counting, and what is known so far, a word per lane."""
     if KIND == ROWS:
+        count_ptr = _count_word(counters_ptr)
+        # Asked for now, it has come by the time that the row has.
+        words = tl.load(count_ptr + tl.zeros((LANES,), tl.int32), volatile=True)
         slices = tl.minimum(rows, _SLICES)
-        slice = tl.program_id(0)
-        if slice < slices:
+        mine = tl.program_id(0)
+        if mine < slices:
             size = tl.cdiv(rows, slices)
-            end = tl.minimum(slice * size + size, rows)
-            live = sum_over_targets(target_ptr, None, slice * size, end, 0, ignore_index, ROWS, LANES)
-            tl.atomic_add(counters_ptr + 1, live + _SLICE, sem="relaxed")
+            end = tl.minimum(mine * size + size, rows)
+            live = sum_over_targets(target_ptr, None, mine * size, end, 0, ignore_index, ROWS, LANES)
+            tl.atomic_add(count_ptr, live.to(tl.int32) + _SLICE, sem="relaxed")
+    else:
+        words = 0
+    return words
 
 
 @triton.jit
 def denominator_of_gradient(
-    counters_ptr, target_ptr, of_row_ptr, number, rows, ignore_index,
+    words, counters_ptr, target_ptr, of_row_ptr, number, rows, ignore_index,
     KIND: tl.constexpr, PATIENCE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The denominator, for a program that is about to write a gradient; KIND: ONE, ROWS, NUMBER or TENSOR.
@@ -74,16 +88,16 @@ def denominator_of_gradient(
     No program waits for good: which programs run first is not known, so one whose patience ends counts all targets.
     """
     if KIND == ROWS:
-        complete = tl.cast(tl.minimum(rows, _SLICES), tl.int64) * _SLICE
-        # Threads may see different values; what they do must be the same, so the least of them decides.
-        word = tl.min(tl.load(counters_ptr + tl.full((LANES,), 1, tl.int32), volatile=True), 0)
+        complete = tl.minimum(rows, _SLICES) * _SLICE
+        # Threads may have seen different values; what they do must be the same, so the least of them decides.
+        word = tl.min(words, 0)
         tries = 0
         while (word < complete) & (tries < PATIENCE):
-            word = tl.atomic_add(counters_ptr + 1, 0, sem="relaxed")
+            word = tl.atomic_add(_count_word(counters_ptr), 0, sem="relaxed")
             tries += 1
         live = word % _SLICE
         if word < complete:
-            live = sum_over_targets(target_ptr, None, 0, rows, 0, ignore_index, ROWS, LANES)
+            live = sum_over_targets(target_ptr, None, 0, rows, 0, ignore_index, ROWS, LANES).to(tl.int32)
         denominator = live.to(tl.float32)
     elif KIND == NUMBER:
         denominator = number
@@ -119,7 +133,7 @@ def cross_entropy_denominator_kernel(
     target_ptr, of_row_ptr, denominator_ptr, rows, classes, ignore_index: tl.int64,
     KIND: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """denominator_ptr (1,) float32 = the sum of weights or bytes. One program, so that the order is fixed.
+    """denominator_ptr (1,) float32 = the sum of KIND. One program, so that the order is fixed.
 
     target_ptr: (rows,). of_row_ptr: for WEIGHTS the (classes,) float32 weights; for BYTES the (rows,) integers.
     """
@@ -131,16 +145,20 @@ class Denominator(NamedTuple):
     """Where the kernels of a call find the denominator.
 
     Attributes:
-        kind: ONE, ROWS, ... above.
+        kind: the value of ONE, ROWS, ... above.
         of_row: for WEIGHTS the weights, for BYTES the byte lengths, for TENSOR the denominator; else None.
         number: the denominator itself, for NUMBER.
         result: (1,) float32, holds the denominator when the kernels have run; None for ONE.
     """
 
-    kind: Any
+    kind: int
     of_row: Tensor | None
     number: float
     result: Tensor | None
+
+
+OF_NOTHING = Denominator(ONE.value, None, 1.0, None)
+"""The denominator of a sum, and of rows that are not added up."""
 
 
 def find_denominator(
@@ -153,30 +171,28 @@ def find_denominator(
     *,
     gradient: bool,
 ) -> Denominator:
-    """The denominator of a scalar reduction; launches what has to be known before a kernel with `gradient`."""
-    if options.reduction == "sum":
-        return Denominator(ONE, None, 1.0, None)
+    """The denominator of a reduction; launches what has to be known before a kernel with `gradient`."""
+    if options.reduction in ("none", "sum"):
+        return OF_NOTHING
     if isinstance(num_items, Tensor):
-        return Denominator(TENSOR, num_items, 1.0, num_items)
-    result = torch.empty(1, dtype=torch.float32, device=target.device)
+        return Denominator(TENSOR.value, num_items, 1.0, num_items)
+    result = empty((1,), torch.float32, target.device)
     if num_items is not None:
-        return Denominator(NUMBER, None, num_items, result)
-    if weight is None and byte_lengths is None:
-        return Denominator(ROWS, None, 1.0, result)
-    kind, of_row = (BYTES, byte_lengths) if byte_lengths is not None else (WEIGHTS, weight)
-    if not gradient:
-        return Denominator(kind, of_row, 1.0, result)
+        return Denominator(NUMBER.value, None, num_items, result)
+    kind, of_row = (BYTES, byte_lengths) if byte_lengths is not None else (ROWS if weight is None else WEIGHTS, weight)
     rows = target.shape[0]
-    cross_entropy_denominator_kernel(
-        1,
-        (target.device.index, target.dtype, of_row.dtype),  # type: ignore[union-attr]
-        (target, of_row, result, rows, classes, options.ignore_index),
-        (kind, 1024 if rows <= 1024 else 8192),
-        threads=128 if rows <= 1024 else 1024,
+    if not gradient or (kind is ROWS and rows < _TOO_MANY_ROWS):
+        return Denominator(kind.value, of_row, 1.0, result)
+    launch = prepared(
+        cross_entropy_denominator_kernel,
+        (target.device.index, target.dtype, None if of_row is None else of_row.dtype),
+        (kind.value, 1024 if rows <= 1024 else 8192),
+        128 if rows <= 1024 else 1024,
     )
-    return Denominator(TENSOR, result, 1.0, result)
+    launch(1, target, of_row, result, rows, classes, options.ignore_index)
+    return Denominator(TENSOR.value, result, 1.0, result)
 
 
-def patience(device: torch.device) -> int:
-    """The PATIENCE of a launch on `device`; the interpreter runs programs in turn, where waiting is in vain."""
-    return 0 if device.type == "cpu" else _PATIENCE
+def patience(device: int | None) -> int:
+    """The PATIENCE of a launch on the GPU of this index; None: the interpreter, which runs programs in turn."""
+    return 0 if device is None else _PATIENCE

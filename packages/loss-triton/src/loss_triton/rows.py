@@ -119,15 +119,20 @@ def zero_row(
 
 @triton.jit
 def sum_of_rows(row_ptr, rows, LANES: tl.constexpr):
-    """Sum of row_ptr (rows,) float32, in a fixed order; past the L1 cache, since other programs wrote it."""
-    # A lane has several loads in flight: nothing else runs by now, and each step costs a latency of memory.
-    WIDTH: tl.constexpr = 16 * LANES
-    offsets = tl.arange(0, WIDTH)
-    partial = tl.zeros((WIDTH,), tl.float32)
-    for start in range(0, rows, WIDTH):
-        inside = start + offsets < rows
-        partial += tl.load(row_ptr + start + offsets, mask=inside, other=0.0, cache_modifier=".cg")
-    return tl.sum(partial, 0)
+    """Sum of row_ptr (rows,) float32, in a fixed order; past the L1 cache, since other programs wrote it.
+
+    row_ptr: a multiple of 16 bytes.
+    """
+    # A lane has several vectors in flight: nothing else runs by now, and each step costs a latency of memory.
+    WIDTH: tl.constexpr = 4 * LANES
+    body = rows // 4 * 4
+    totals = tl.zeros((LANES,), tl.float32)
+    for start in range(0, body, 4 * WIDTH):
+        columns = block_columns(start, 4 * WIDTH, WIDTH)
+        losses = tl.load(vectors(row_ptr, columns, 4), mask=columns < body, other=0.0, cache_modifier=".cg")
+        totals += lane_sum(losses, LANES)
+    rest = body + tl.arange(0, 4)
+    return tl.sum(totals, 0) + tl.sum(tl.load(row_ptr + rest, mask=rest < rows, other=0.0, cache_modifier=".cg"), 0)
 
 
 # The counters of a launch: one word of finished rows, one that ``denominator`` counts targets in.

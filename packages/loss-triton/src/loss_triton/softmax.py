@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loss_triton.launch import kernel, refuse_float64
+from loss_triton.launch import kernel, prepared, refuse_float64
 from loss_triton.rows import LOG2_E, block_columns, body_of, edge_columns, lane_max, lane_sum, online_sum, vectors
 
 
@@ -353,15 +353,12 @@ def _forward(input: Tensor, output: Tensor, LOG: bool) -> None:
     strides = input.stride(0), output.stride(0)
     threads = 32 * schedule.warps
     if schedule.hold:
-        softmax_fwd_long_kernel(
-            rows, key, (input, output, classes, *strides),
-            (LOG, schedule.block, schedule.hold, threads, vector, edges), threads,
-        )  # fmt: skip
+        constants = LOG, schedule.block, schedule.hold, threads, vector, edges
+        launch = prepared(softmax_fwd_long_kernel, key, constants, threads)
+        launch(rows, input, output, classes, *strides)
     else:
-        softmax_fwd_kernel(
-            -(-rows // schedule.rows), key, (input, output, rows, classes, *strides),
-            (LOG, schedule.rows, schedule.block, vector, edges), threads,
-        )  # fmt: skip
+        launch = prepared(softmax_fwd_kernel, key, (LOG, schedule.rows, schedule.block, vector, edges), threads)
+        launch(-(-rows // schedule.rows), input, output, rows, classes, *strides)
 
 
 def _backward(grad_output: Tensor, output: Tensor, grad_input: Tensor, LOG: bool) -> None:
@@ -376,12 +373,9 @@ def _backward(grad_output: Tensor, output: Tensor, grad_input: Tensor, LOG: bool
     strides = grad_output.stride(0), output.stride(0), grad_input.stride(0)
     threads = 32 * schedule.warps
     if schedule.hold:
-        softmax_bwd_long_kernel(
-            rows, key, (*tensors, classes, *strides),
-            (LOG, schedule.block, schedule.hold, threads, vector, edges), threads,
-        )  # fmt: skip
+        constants = LOG, schedule.block, schedule.hold, threads, vector, edges
+        launch = prepared(softmax_bwd_long_kernel, key, constants, threads)
+        launch(rows, *tensors, classes, *strides)
     else:
-        softmax_bwd_kernel(
-            -(-rows // schedule.rows), key, (*tensors, rows, classes, *strides),
-            (LOG, schedule.rows, schedule.block, vector, edges), threads,
-        )  # fmt: skip
+        launch = prepared(softmax_bwd_kernel, key, (LOG, schedule.rows, schedule.block, vector, edges), threads)
+        launch(-(-rows // schedule.rows), *tensors, rows, classes, *strides)

@@ -18,7 +18,7 @@ import triton.language as tl
 from loss_core.backend import UnsupportedInput
 from torch import Tensor
 
-from loss_triton.launch import kernel, refuse_float64
+from loss_triton.launch import Kernel, kernel, prepared, refuse_float64
 from loss_triton.rows import finite_or_zero, vectors
 from loss_triton.softmax import (
     exp,
@@ -225,7 +225,7 @@ def _backward(grad_output: Tensor, output: Tensor, grad_input: Tensor, LOG: bool
     _launch(softmax_columns_bwd_kernel, (grad_output, output, grad_input), LOG, held=16)
 
 
-def _launch(kernel_, tensors: tuple[Tensor, ...], LOG: bool, held: int) -> None:
+def _launch(kernel_: Kernel, tensors: tuple[Tensor, ...], LOG: bool, held: int) -> None:
     outer, classes, inner = tensors[0].shape
     if not tensors[0].numel():
         return
@@ -236,10 +236,6 @@ def _launch(kernel_, tensors: tuple[Tensor, ...], LOG: bool, held: int) -> None:
     size = min(tensor.element_size() for tensor in tensors)
     block, block_inner, lanes, threads = _schedule(outer, classes, inner, vector, size, held)
     strides = [stride for tensor in tensors for stride in tensor.stride()[:2]]
-    kernel_(
-        outer * -(-inner // block_inner),
-        (tensors[0].device.index, *(tensor.dtype for tensor in tensors)),
-        (*tensors, classes, inner, *strides),
-        (LOG, block, block_inner, lanes, vector),
-        threads,
-    )
+    key = tensors[0].device.index, *(tensor.dtype for tensor in tensors)
+    launch = prepared(kernel_, key, (LOG, block, block_inner, lanes, vector), threads)
+    launch(outer * -(-inner // block_inner), *tensors, classes, inner, *strides)
