@@ -94,7 +94,10 @@ def test_unavailable_alone_is_no_failure(tmp_path):
         (["causal_lm_loss", "--reduction", "none"], "scalar reduction"),
         (["--softcap", "-1"], "softcap must be positive, got -1.0"),
         (["--device", "gpu-of-my-friend"], "no device is called"),
-        (["softmax", "--weight", "--label-smoothing", "0.1"], "label_smoothing=0.1 weight=True is for cross_entropy"),
+        (
+            ["softmax", "--preset", "tiny", "--weight", "--label-smoothing", "0.1"],
+            "label_smoothing=0.1 weight=True is for cross_entropy",
+        ),
         (["--json", "/proc/nowhere/r.json"], "cannot be written"),
         (["--markdown", "/proc"], "cannot be written"),
     ],

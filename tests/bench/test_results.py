@@ -146,6 +146,14 @@ def test_results_of_two_machines_stay_apart(make_row, tmp_path):
     assert text.count("| ours | 3.0000 |") == 2
 
 
+def test_a_table_of_one_of_the_machines_says_of_which(make_row):
+    trained = Report({"device": "slow card"}, train=[Curve("ours", "slow card", "a model", losses=[1.0]).to_json()])
+    timed = Report({"device": "fast card"}, rows=[make_row(median_ms=1.0, device="fast card")])
+    text = reporting.to_markdown(merge([timed, trained]))
+    assert "### training curves: a model on slow card" in text
+    assert "### cross_entropy forward+backward on fast card" in text
+
+
 def test_merged_files_can_be_read_and_merged_again(make_row, tmp_path):
     merged = two_machines(make_row, tmp_path)
     merged.write(tmp_path / "merged.json")
@@ -167,7 +175,7 @@ def test_what_makes_times_unsafe_is_said_first(report, make_row):
 
 
 def test_the_seeds_tables_have_their_columns_and_show_what_was_wrong(make_row, tmp_path):
-    first, second = seeds_tables(two_machines(make_row, tmp_path).rows)
+    first, second = seeds_tables(two_machines(make_row, tmp_path))
     assert list(first.columns) == [
         "Backend", "Batch", "Vocab", "Dtype", "Forward (ms)", "Speedup", "Backward (ms)", "Speedup",
     ]  # fmt: skip

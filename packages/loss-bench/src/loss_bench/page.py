@@ -39,7 +39,7 @@ def to_html(report: Report) -> str:
     environment = Environment(loader=PackageLoader("loss_bench", "templates"), autoescape=select_autoescape(["jinja"]))
     return environment.get_template("page.html.jinja").render(
         report=report,
-        devices=", ".join(dict.fromkeys(source["environment"]["device"] for source in report.all_sources)),
+        devices=", ".join(report.devices),
         machines=reporting.machines(report),
         sources=[_facts(source) for source in report.all_sources],
         warnings=reporting.warnings(report),
@@ -62,7 +62,7 @@ def _timing_sections(report: Report) -> list[_Section]:
     for plot in plots(report):
         drawn.setdefault(plot.table, []).append(to_svg(plot.figure))
     sections = []
-    for title, rows in reporting.groups(report.rows):
+    for title, rows in reporting.groups(report):
         columns = reporting.filled_columns(rows)
         lines = [[_timing_cell(row, column) for column in columns] for row in rows]
         titles = [(column.title, column.numeric) for column in columns]

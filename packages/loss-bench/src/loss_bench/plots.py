@@ -31,7 +31,7 @@ def plots(report: Report) -> list[Plot]:
     """The plots of every table that has something to draw."""
     colours = _colours(row for row in report.rows if row.status == "ok")
     found = []
-    for table, members in groups(report.rows):
+    for table, members in groups(report):
         rows = [row for row in members if row.status == "ok"]
         shares = [row for row in rows if row.copy_share is not None]
         if shares:

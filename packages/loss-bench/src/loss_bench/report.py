@@ -86,16 +86,16 @@ _DISPENSABLE = (
 )
 
 
-def groups(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
+def groups(report: Report) -> list[tuple[str, list[Row]]]:
     """Rows by op, options, pass and device, each with the title of its table, in order of appearance.
 
     Those of backends that cannot run are left out.
     """
-    rows = [row for row in rows if row.status != "unavailable"]
-    devices = [row.device for row in rows]
     found: dict[str, list[Row]] = {}
-    for row in rows:
-        title = " ".join(filter(None, (row.op, row.pass_, row.options, on_device(devices, row.device))))
+    for row in report.rows:
+        if row.status == "unavailable":
+            continue
+        title = " ".join(filter(None, (row.op, row.pass_, row.options, on_device(report, row.device))))
         found.setdefault(title, []).append(row)
     return [(title, by_case(members)) for title, members in found.items()]
 
@@ -121,7 +121,7 @@ def print_report(report: Report, console: Console) -> None:
         console.print(_rich_table(table))
         for line in table.notes:
             console.print(Text(f"  {line}", style="dim"))
-    for title, rows in groups(report.rows):
+    for title, rows in groups(report):
         console.print(Text(title, style="bold"))
         console.print(_fitting_table(rows, console))
         for line in notes(rows):
@@ -153,9 +153,8 @@ def warnings(report: Report) -> list[str]:
     if not report.rows and not report.train:
         return []
     environments = [source["environment"] for source in report.all_sources]
-    devices = [environment["device"] for environment in environments]
     found = [
-        " ".join(filter(None, ("unsafe", on_device(devices, environment["device"])))) + f": {doubt}"
+        " ".join(filter(None, ("unsafe", on_device(report, environment["device"])))) + f": {doubt}"
         for environment in environments
         for doubt in doubts(environment)
     ]
@@ -253,8 +252,7 @@ def footnotes(report: Report) -> list[str]:
         "error: against float64, relative (norm of the difference over the norm).",
     ]
     absent = [row for row in report.rows if row.status == "unavailable"]
-    devices = [row.device for row in report.rows]
-    missing = dict.fromkeys((row.backend, row.reason, on_device(devices, row.device)) for row in absent)
+    missing = dict.fromkeys((row.backend, row.reason, on_device(report, row.device)) for row in absent)
     return lines + [f"not run{where and ' ' + where}: {name}: {reason}" for name, reason, where in missing]
 
 
@@ -265,7 +263,7 @@ def to_markdown(report: Report) -> str:
     for table in text_tables(report):
         alignment = ["---" if place < table.labels else "---:" for place in range(len(table.columns))]
         lines += _markdown_table(table.title, table.columns, alignment, table.lines, table.notes)
-    for title, rows in groups(report.rows):
+    for title, rows in groups(report):
         kept = filled_columns(rows)
         alignment = ["---:" if column.numeric else "---" for column in kept]
         cells = [_cells(row, kept, first=True) for row in rows]

@@ -169,6 +169,12 @@ class Report:
         return {preset for source in self.all_sources if (preset := source["settings"].get("preset"))}
 
     @property
+    def devices(self) -> list[str]:
+        """The devices that its numbers come from."""
+        named = [source["environment"].get("device", "") for source in self.all_sources]
+        return list(dict.fromkeys([*named, *(row.device for row in self.rows)]))
+
+    @property
     def has_wrong(self) -> bool:
         """Whether a result was wrong, or a backend broke on a case that it had accepted."""
         statuses = [row.status for row in self.rows] + [found["status"] for found in self.train + self.accuracy]

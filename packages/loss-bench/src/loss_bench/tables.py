@@ -56,9 +56,9 @@ def is_failure(cell: str) -> bool:
     return not set(FAILURES).isdisjoint(cell.split())
 
 
-def on_device(devices: Iterable[str], device: str) -> str:
-    """``"on <device>"`` if there are others beside it."""
-    return f"on {device}" if len(set(devices)) > 1 else ""
+def on_device(report: Report, device: str) -> str:
+    """``"on <device>"`` if `report` has numbers of others beside it."""
+    return f"on {device}" if len(report.devices) > 1 else ""
 
 
 def by_case(rows: Sequence[Row]) -> list[Row]:
@@ -69,8 +69,7 @@ def by_case(rows: Sequence[Row]) -> list[Row]:
 
 def text_tables(report: Report) -> list[TextTable]:
     """All of them that `report` has something for."""
-    seeds = seeds_tables(report.rows) if "seeds" in report.presets else []
-    return [*seeds, *train_tables(report.train), *accuracy_tables(report.accuracy)]
+    return [*seeds_tables(report), *train_tables(report), *accuracy_tables(report)]
 
 
 SEEDS_COLUMNS = (
@@ -78,18 +77,19 @@ SEEDS_COLUMNS = (
 )  # fmt: skip
 
 
-def seeds_tables(rows: Iterable[Row]) -> list[TextTable]:
-    """The forward and backward times of each op side by side, at the sizes of the preset."""
-    wanted = [row for row in rows if (row.rows, row.classes, row.dtype) in PRESETS["seeds"] and not row.options]
+def seeds_tables(report: Report) -> list[TextTable]:
+    """The forward and backward times of each op side by side, at the sizes of the preset, if it was run."""
+    if "seeds" not in report.presets:
+        return []
+    wanted = [row for row in report.rows if (row.rows, row.classes, row.dtype) in PRESETS["seeds"] and not row.options]
     halves = {row.key: row for row in wanted}
-    devices = [row.device for row in wanted]
     found: dict[str, list[list[str]]] = {}
     for row in by_case([row for row in wanted if row.pass_ == "forward"]):
         if row.status in ("unsupported", "unavailable"):
             continue
         backward = halves.get((*row.case_key, "backward", row.backend, row.device))
         cells = [row.backend, str(row.rows), str(row.classes), row.dtype, *_half(row), *_half(backward)]
-        title = " ".join(filter(None, (f"{row.op}, forward and backward", on_device(devices, row.device))))
+        title = " ".join(filter(None, (f"{row.op}, forward and backward", on_device(report, row.device))))
         found.setdefault(title, []).append(cells)
     return [TextTable(title, SEEDS_COLUMNS, lines) for title, lines in found.items()]
 
@@ -107,15 +107,14 @@ TRAIN_COLUMNS = (
 )  # fmt: skip
 
 
-def train_tables(curves: Iterable[dict[str, Any]]) -> list[TextTable]:
+def train_tables(report: Report) -> list[TextTable]:
     """One table for each model and device that was trained."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for curve in curves:
+    for curve in report.train:
         found.setdefault((curve["setup"], curve["device"]), []).append(curve)
-    devices = [device for _, device in found]
     tables = []
     for (setup, device), members in found.items():
-        title = " ".join(filter(None, (f"training curves: {setup}", on_device(devices, device))))
+        title = " ".join(filter(None, (f"training curves: {setup}", on_device(report, device))))
         reasons = [f"{curve['backend']}: {curve['reason']}" for curve in members if curve["reason"]]
         tables.append(TextTable(title, TRAIN_COLUMNS, [_train_line(curve) for curve in members], notes=reasons))
     return tables
@@ -136,13 +135,12 @@ def _train_line(curve: dict[str, Any]) -> list[str]:
     ]
 
 
-def accuracy_tables(found: Iterable[dict[str, Any]]) -> list[TextTable]:
+def accuracy_tables(report: Report) -> list[TextTable]:
     """For each device one table of everything, then for each op, dtype and result the worst and the mean errors."""
-    rows = [Accuracy.from_json(pairs) for pairs in found]
-    devices = list(dict.fromkeys(row.device for row in rows))
+    rows = [Accuracy.from_json(pairs) for pairs in report.accuracy]
     tables: list[TextTable] = []
-    for device in devices:
-        where = on_device(devices, device)
+    for device in dict.fromkeys(row.device for row in rows):
+        where = on_device(report, device)
         members = [row for row in rows if row.device == device and row.status != "unavailable"]
         tables += [_overview(members, where), *_details(members, where)]
     return tables
