@@ -113,6 +113,13 @@ def test_page_holds_everything_itself(report):
     assert "@import" not in text
 
 
+def test_columns_of_words_among_numbers_sort_by_their_words(make_row):
+    rows = [make_row(rows=4096, classes=8192, dtype="float16", pass_="forward", median_ms=0.1234)]
+    text = to_html(Report({"device": "fake"}, {"preset": "seeds"}, rows=rows))
+    assert '<td data-key="float16">float16</td>' in text
+    assert '<td class="number " data-key="0.123">0.123</td>' in text
+
+
 def test_each_of_two_devices_has_its_plots_and_its_environment(report, make_row):
     other = Report({"device": "other card", "torch": "2"}, rows=[make_row(device="other card", status="wrong")])
     text = to_html(merge([report, other]))

@@ -91,7 +91,7 @@ def _sort_key(text: str) -> float | str:
 
 
 def _text_section(table: TextTable) -> _Section:
-    titles = [(column, place >= table.labels) for place, column in enumerate(table.columns)]
+    titles = [(column, place not in table.words) for place, column in enumerate(table.columns)]
     lines = [
         [
             _Cell(text, _sort_key(text) if numeric else text, "wrong" if is_failure(text) else "")

@@ -134,7 +134,7 @@ def _rich_table(table: TextTable) -> Table:
     # A title of the table's own would be broken to its width.
     found = Table()
     for place, column in enumerate(table.columns):
-        found.add_column(column, justify="left" if place < table.labels else "right")
+        found.add_column(column, justify="left" if place in table.words else "right")
     for line in table.lines:
         found.add_row(*(Text(cell, style="red" if is_failure(cell) else "") for cell in line))
     return found
@@ -261,7 +261,7 @@ def to_markdown(report: Report) -> str:
     # Two spaces at the end of a line are Markdown's line break.
     lines = ["  \n".join(machines(report) + warnings(report)), ""]
     for table in text_tables(report):
-        alignment = ["---" if place < table.labels else "---:" for place in range(len(table.columns))]
+        alignment = ["---" if place in table.words else "---:" for place in range(len(table.columns))]
         lines += _markdown_table(table.title, table.columns, alignment, table.lines, table.notes)
     for title, rows in groups(report):
         kept = filled_columns(rows)

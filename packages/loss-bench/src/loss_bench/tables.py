@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +23,14 @@ class TextTable:
         title: what stands above it.
         columns: their titles, with units.
         lines: the cells.
-        labels: how many of the first columns hold words; the others hold numbers.
+        words: the places of the columns that hold words; the others hold numbers.
         notes: what stands below it.
     """
 
     title: str
     columns: Sequence[str]
     lines: Sequence[Sequence[str]]
-    labels: int = 1
+    words: Collection[int] = (0,)
     notes: Sequence[str] = ()
 
 
@@ -91,7 +91,7 @@ def seeds_tables(report: Report) -> list[TextTable]:
         cells = [row.backend, str(row.rows), str(row.classes), row.dtype, *_half(row), *_half(backward)]
         title = " ".join(filter(None, (f"{row.op}, forward and backward", on_device(report, row.device))))
         found.setdefault(title, []).append(cells)
-    return [TextTable(title, SEEDS_COLUMNS, lines) for title, lines in found.items()]
+    return [TextTable(title, SEEDS_COLUMNS, lines, words=(0, 3)) for title, lines in found.items()]
 
 
 def _half(row: Row | None) -> tuple[str, str]:
@@ -159,7 +159,7 @@ def _overview(rows: Sequence[Accuracy], where: str) -> TextTable:
         lines.append([*labels, *cells, *largest])
     columns = ("op", "rows x classes", "dtype", "backend", *kinds, "result, absolute", "gradient, absolute")
     title = " ".join(filter(None, ("accuracy: worst error against float64, in units of rounding", where)))
-    return TextTable(title, columns, lines, labels=4, notes=_accuracy_notes(rows))
+    return TextTable(title, columns, lines, words=range(4), notes=_accuracy_notes(rows))
 
 
 def _overview_cell(row: Accuracy | None) -> str:
