@@ -10,7 +10,7 @@ from importlib import resources
 
 import pytest
 from loss_bench import report as reporting
-from loss_bench.accuracy import Accuracy
+from loss_bench.accuracy import KINDS, Accuracy
 from loss_bench.cli import app
 from loss_bench.results import SCHEMA, STATUSES, Report, Row, merge, read_report
 from loss_bench.tables import seeds_tables, text_tables
@@ -144,6 +144,18 @@ def test_results_of_two_machines_stay_apart(make_row, tmp_path):
         assert words in text
     assert "not run on slow card: absent: not on the slow card" in text
     assert text.count("| ours | 3.0000 |") == 2
+
+
+def test_names_stay_whole_in_a_narrow_terminal():
+    who = ("cross_entropy", 4, 8, "float32")
+    errors = [
+        Accuracy(*who, kind, "torch-compile", "d", "1", "fake", result_ulp=1.0, result_ulp_mean=0.5, grad_ulp=20.0,
+                 grad_ulp_mean=2.0, result_abs=1e-9, grad_abs=1e-9).to_json()
+        for kind in KINDS
+    ]  # fmt: skip
+    console = Console(width=80, file=io.StringIO())
+    reporting.print_report(Report({"device": "fake"}, accuracy=errors), console)
+    assert console.file.getvalue().count("torch-compile") == 3
 
 
 def test_a_table_of_one_of_the_machines_says_of_which(make_row):

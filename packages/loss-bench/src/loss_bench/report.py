@@ -134,7 +134,9 @@ def _rich_table(table: TextTable) -> Table:
     # A title of the table's own would be broken to its width.
     found = Table()
     for place, column in enumerate(table.columns):
-        found.add_column(column, justify="left" if place in table.words else "right")
+        # Where the terminal is narrow, numbers are broken before names are cut.
+        is_word = place in table.words
+        found.add_column(column, justify="left" if is_word else "right", no_wrap=is_word)
     for line in table.lines:
         found.add_row(*(Text(cell, style="red" if is_failure(cell) else "") for cell in line))
     return found
