@@ -8,7 +8,6 @@ pytest.importorskip("cutlass.cute", reason="cutedsl: nvidia-cutlass-dsl is not i
 
 from loss_core.backend import CrossEntropyOptions
 from loss_cutedsl import _schedule, cross_entropy, softmax
-from loss_cutedsl._launch import most_vectors
 
 CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -30,7 +29,7 @@ def on_every_architecture(*variants):
 
 def shape(cols, dtype):
     ragged = cols * dtype.itemsize % 16 != 0
-    return most_vectors(cols, dtype.itemsize, ragged), ragged
+    return _schedule.most_vectors(cols, _schedule.VECTOR_BYTES // dtype.itemsize, ragged), ragged
 
 
 TARGETS = {64: torch.int64, 32: torch.int32, 8: torch.uint8}

@@ -43,6 +43,17 @@ def addressed(kernel, vectors, inputs, entry_words, whole_rows=True):
     return kernel.slot(last_thread, chunks * kernel.unroll - 1) + _schedule.VECTOR_BYTES
 
 
+@pytest.mark.parametrize("width", [4, 8])
+def test_a_row_reaches_every_slot_that_is_not_filled_but_the_last(width):
+    """The kernels fill the slots from the most on once, and mask one slot behind a row's last."""
+    for cols in range(1, 6 * width):
+        touched = {(phase + cols + width - 1) // width for phase in range(width)}
+        most = _schedule.most_vectors(cols, width, ragged=True)
+        assert touched <= {most - 1, most}
+        assert most in touched
+    assert _schedule.most_vectors(6 * width, width, ragged=False) == 6
+
+
 @pytest.mark.parametrize("ragged", [False, True], ids=["aligned", "ragged"])
 def test_schedules_fit_their_machine(machine, ragged):
     for vectors in VECTORS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ._cross_entropy_rows import ENTRY_WORDS, CrossEntropyRows, RowFacts
 from ._device import (
@@ -431,7 +431,7 @@ class CrossEntropyForward(CrossEntropyRows):
             pull = Float32(0.0)
             lse = Float32(0.0)
             wait(self.stages - 1)
-            if self.reads(target, it.ignore_index, True):
+            if self.reads(target, it.ignore_index):
                 x_y = self.target_logit(g_vectors, phase, y, cols)
                 w_y = self.target_weight(facts.g_weight, y, cols)
                 self.mask_edges(s_row, first, phase, vectors, chunks * self.unroll, cols, Float32(float("-inf")))
@@ -451,7 +451,7 @@ class CrossEntropyForward(CrossEntropyRows):
 
             g_next, next_phase, next_vectors = self.span(it.g_logits, it.logits_stride, next_row, cols)
             next_low, next_high = self.inside(g_next, next_vectors, it.g_logits, it.g_end)
-            if not self.reads(next_target, it.ignore_index, next_row < it.rows):
+            if (next_row >= it.rows) | (not self.reads(next_target, it.ignore_index)):
                 next_low = Int32(0)
                 next_high = Int32(0)
                 next_vectors = Int32(0)
@@ -494,7 +494,7 @@ class CrossEntropyForward(CrossEntropyRows):
     def start_chunk(self, facts: RowFacts, it: Operands, s_slots, cursor: Cursor):
         """Start the copies of the chunk under the cursor, if there is one; move the cursor on."""
         row, chunk, stage, target, coming_target = cursor
-        if self.reads(target, it.ignore_index, row < it.rows):
+        if (row < it.rows) & self.reads(target, it.ignore_index):
             s_chunk = s_slots + stage * (self.unroll * self.row_threads * VECTOR_BYTES)
             g_vectors, phase, vectors = self.span(it.g_logits, it.logits_stride, row, facts.cols)
             low, high = self.inside(g_vectors, vectors, it.g_logits, it.g_end)
@@ -526,7 +526,7 @@ class CrossEntropyForward(CrossEntropyRows):
             y = self.column(facts, target)
             x_y = Float32(0.0)
             w_y = Float32(1.0)
-            live = self.reads(target, it.ignore_index, True)
+            live = self.reads(target, it.ignore_index)
             if live:
                 x_y = self.target_logit(g_vectors, phase, y, facts.cols)
                 w_y = self.target_weight(facts.g_weight, y, facts.cols)
@@ -576,11 +576,9 @@ class CrossEntropyForward(CrossEntropyRows):
 
     # Parts of a row
 
-    def reads(self, target, ignore_index, exists):
+    def reads(self, target, ignore_index):
         """Whether the logits of a row are looked at: an ignored row's only for its statistics."""
-        if self.stats:
-            return exists if not isinstance(exists, bool) else target == target
-        return target != ignore_index
+        return Boolean(True) if self.stats else target != ignore_index
 
     def first_column(self, first, phase, cols):
         """The first column of this thread's vectors: its argmax as long as it has seen nothing above -inf."""

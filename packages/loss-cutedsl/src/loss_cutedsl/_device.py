@@ -12,7 +12,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, cute
 
-from ._schedule import VECTOR_BYTES, Schedule
+from ._schedule import VECTOR_BYTES, Schedule, most_vectors
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -326,6 +326,13 @@ class StagedRows:
     copies exactly the vectors that it later reads. So the copies need no barrier at all: a thread waits for its
     own, and may start the next row's copy into a slot as soon as it has used what the slot held.
 
+    An asynchronous copy is ordered with nothing before its thread has waited for it: a store to its slot meanwhile
+    may be lost or stay. So slots are of two kinds, by the number of their vector. From ``most_vectors`` on no row is
+    ever copied to them: ``fill_tails`` writes them once, at any time before the first row is read. Below, only copies
+    write before the wait (``start``, and ``copy_edges`` for those vectors that ``start`` leaves out), and only
+    ``mask_edges`` between the wait and the next row's copy. It covers the last such slot where a row does not reach
+    it, which then holds what an earlier row left.
+
     Compile-time facts: ``dtype``, the schedule, and ``ragged``: whether rows may start or end inside a vector.
     """
 
@@ -389,10 +396,11 @@ class StagedRows:
     @cute.jit
     def fill_tails(self, s_slots, chunks, cols, first, word: Uint32, parts: cutlass.Constexpr = 1):
         """Write ``word`` all over those slots of every stage that no copy ever reaches, so that they are neutral."""
+        reached = most_vectors(cols, self.width, self.ragged)
         for s in cutlass.range_constexpr(self.stages * parts):
             for u in cutlass.range_constexpr(self.unroll):
                 index = (chunks - 1) * self.unroll + u
-                if self.vector(first, index) >= cols // self.width:
+                if self.vector(first, index) >= reached:
                     s_stage = s_slots + s * (chunks * (self.unroll * self.row_threads * VECTOR_BYTES))
                     store_shared(self.slot(s_stage, index), [word, word, word, word])
 

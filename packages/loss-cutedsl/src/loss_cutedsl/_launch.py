@@ -54,9 +54,3 @@ def is_ragged(cols: int, *tensors: torch.Tensor) -> bool:
         if (tensor.data_ptr() | tensor.stride(0) * size) % VECTOR_BYTES:
             return True
     return False
-
-
-def most_vectors(cols: int, element_bytes: int, ragged: bool) -> int:
-    """The most vectors that a row can touch."""
-    width = VECTOR_BYTES // element_bytes
-    return (cols + 2 * width - 2) // width if ragged else cols // width

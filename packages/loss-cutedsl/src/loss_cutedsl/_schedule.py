@@ -22,6 +22,11 @@ VECTOR_BYTES = 16
 LARGEST = 2**31 - 2**16
 
 
+def most_vectors(cols, width: int, ragged: bool):
+    """The most vectors, of ``width`` elements, that a row can touch; a ragged row may touch one less."""
+    return (cols + (2 * width - 2)) // width if ragged else cols // width
+
+
 class Schedule(NamedTuple):
     """What a kernel is compiled for, beyond its dtype and options.
 

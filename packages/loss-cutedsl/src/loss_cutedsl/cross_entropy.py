@@ -40,8 +40,8 @@ from ._cross_entropy_forward import (
     forward_arguments,
 )
 from ._cross_entropy_rows import ENTRY_WORDS
-from ._launch import DTYPES, empty, machine_of, most_vectors, require, stream_of
-from ._schedule import LARGEST, VECTOR_BYTES
+from ._launch import DTYPES, empty, machine_of, require, stream_of
+from ._schedule import LARGEST, VECTOR_BYTES, most_vectors
 from ._workspace import workspace
 
 TARGET_BITS = {torch.int64: 64, torch.int32: 32, torch.uint8: 8}
@@ -204,7 +204,7 @@ def _forward_plan(index, dtype, cols, ragged, target_dtype, gradient, weighted, 
     if total_classes(options) is not None:
         _require_shard(options, weighted, stats)
     machine = machine_of(index)
-    vectors = most_vectors(cols, dtype.itemsize, ragged)
+    vectors = most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged)
     schedule = _schedule.held(machine, vectors, 1, ENTRY_WORDS, ragged) if gradient else None
     gradient = schedule is not None
     if schedule is None:
@@ -234,7 +234,7 @@ def make_forward_plan(
         forward_arguments,
         machine.architecture,
     )
-    vectors = most_vectors(cols, dtype.itemsize, ragged)
+    vectors = most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged)
     shared_bytes = _schedule.shared_bytes(schedule, vectors, 1, ENTRY_WORDS, whole_rows=gradient)
     return ForwardPlan(
         launch=launch,
@@ -378,7 +378,7 @@ def _backward_plan(index, dtype, cols, ragged, target_dtype, weighted, options):
     if total_classes(options) is not None and (weighted or options.label_smoothing != 0.0):
         raise UnsupportedInput("cutedsl: the gradient of a vocabulary shard has no class weights or label smoothing")
     machine = machine_of(index)
-    schedule = _schedule.direct(machine, most_vectors(cols, dtype.itemsize, ragged))
+    schedule = _schedule.direct(machine, most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged))
     return make_backward_plan(machine, dtype, cols, schedule, ragged, target_dtype, weighted, options)
 
 
@@ -398,7 +398,7 @@ def make_backward_plan(machine, dtype, cols, schedule, ragged, target_dtype, wei
         backward_arguments,
         machine.architecture,
     )
-    tiles = schedule.chunks(most_vectors(cols, dtype.itemsize, ragged))
+    tiles = schedule.chunks(most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged))
     return TiledPlan(
         launch=launch,
         tiles=tiles,
@@ -427,7 +427,7 @@ def rescale(grad_loss, grad):
 @functools.lru_cache(MOST_PLANS)
 def _rescale_plan(index, dtype, cols, ragged):
     machine = machine_of(index)
-    schedule = _schedule.direct(machine, most_vectors(cols, dtype.itemsize, ragged))
+    schedule = _schedule.direct(machine, most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged))
     return make_rescale_plan(machine, dtype, cols, schedule, ragged)
 
 
@@ -440,7 +440,7 @@ def make_rescale_plan(machine, dtype, cols, schedule, ragged):
         rescale_arguments,
         machine.architecture,
     )
-    tiles = schedule.chunks(most_vectors(cols, dtype.itemsize, ragged))
+    tiles = schedule.chunks(most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged))
     return TiledPlan(
         launch=launch,
         tiles=tiles,

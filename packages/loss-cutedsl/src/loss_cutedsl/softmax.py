@@ -45,8 +45,8 @@ from ._device import (
     unpack,
     wait,
 )
-from ._launch import DTYPES, is_ragged, machine_of, most_vectors, require, stream_of
-from ._schedule import VECTOR_BYTES, Schedule
+from ._launch import DTYPES, is_ragged, machine_of, require, stream_of
+from ._schedule import VECTOR_BYTES, Schedule, most_vectors
 
 ENTRY_WORDS = 2
 
@@ -446,7 +446,7 @@ def backward_arguments():
 
 def _plan(index, dtype, cols, ragged, backward, log):
     machine = machine_of(index)
-    vectors = most_vectors(cols, dtype.itemsize, ragged)
+    vectors = most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged)
     schedule = _schedule.held(machine, vectors, 2 if backward else 1, ENTRY_WORDS, ragged)
     held = schedule is not None
     if schedule is None:
