@@ -9,7 +9,7 @@ pytest.importorskip("tvm_ffi", reason="cutedsl: apache-tvm-ffi is not installed"
 pytest.importorskip("cutlass.cute", reason="cutedsl: nvidia-cutlass-dsl is not installed")
 
 from loss_core.backend import REDUCTIONS, CrossEntropyOptions, UnsupportedInput
-from loss_cutedsl import _schedule, _workspace, cross_entropy, softmax
+from loss_cutedsl import _schedule, cross_entropy, softmax
 
 PROCESSORS = 132
 
@@ -32,10 +32,6 @@ def launches(monkeypatch):
         monkeypatch.setattr(module, "compiled", compiled)
         monkeypatch.setattr(module, "machine_of", lambda index: _schedule.machine((9, 0), PROCESSORS))
         monkeypatch.setattr(module, "stream_of", lambda index: 0)
-    monkeypatch.setattr(
-        cross_entropy, "empty", lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype)
-    )
-    monkeypatch.setattr(cross_entropy, "workspace", lambda index, stream, blocks: torch.zeros(4, dtype=torch.int32))
     monkeypatch.setattr(softmax, "_plans", {})
     forget_plans()
     yield made
@@ -262,33 +258,3 @@ def test_one_kernel_for_options_that_are_numbers(launches):
         cross_entropy.forward(logits, target, None, None, None, options, grad=None, stats=False)
     assert cross_entropy._forward_plan.cache_info().currsize == cross_entropy.MOST_PLANS
     assert len(launches) == 2 * cross_entropy.MOST_PLANS
-
-
-class TestWorkspace:
-    @pytest.fixture(autouse=True)
-    def made(self, monkeypatch):
-        self.capturing = False
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
-        monkeypatch.setattr(_workspace, "_zeros", lambda index, blocks: torch.zeros(blocks))
-        monkeypatch.setattr(_workspace, "_lasting_zeros", lambda index: torch.zeros(_workspace.KEPT_BLOCKS))
-        monkeypatch.setattr(_workspace, "_kept", {})
-
-    def test_one_for_each_stream_of_each_device(self):
-        kept = {key: _workspace.workspace(*key, 8) for key in ((0, 0), (0, 64), (1, 0))}
-        assert len({id(tensor) for tensor in kept.values()}) == 3
-        for key, tensor in kept.items():
-            assert _workspace.workspace(*key, 4096) is tensor
-
-    def test_a_captured_graph_has_its_own(self):
-        kept = _workspace.workspace(0, 64, 8)
-        self.capturing = True
-        captured = [_workspace.workspace(0, 64, 8) for _ in range(2)]
-        assert len({id(tensor) for tensor in (kept, *captured)}) == 3
-
-    def test_a_large_grid_has_its_own(self):
-        assert _workspace.workspace(0, 0, 5000).numel() == 5000
-
-    def test_the_handle_of_many_streams_is_not_kept(self):
-        assert _workspace.workspace(0, _workspace.PER_THREAD_STREAM, 8) is not _workspace.workspace(
-            0, _workspace.PER_THREAD_STREAM, 8
-        )

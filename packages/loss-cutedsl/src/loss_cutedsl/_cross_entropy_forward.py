@@ -61,8 +61,8 @@ COUNT_UNROLL = 4
 # How often a block looks for slices that others count before it counts them itself. A look takes about a microsecond.
 LOOKS = 32
 
-# Words of the workspace: the slices' sums; the counters of slices and of blocks that are done, which are 0 between
-# launches; the blocks' sums of losses, and of their z-loss parts.
+# The workspace, in 32-bit words, is all 0 between launches: the slices' sums; the counters of slices and of blocks that
+# are done; and from a cache line of their own on the blocks' sums of losses, and of their z-loss parts.
 WORKSPACE_SLICES_DONE = MOST_SLICES
 WORKSPACE_BLOCKS_DONE = MOST_SLICES + 1
 WORKSPACE_SUMS = 64
@@ -70,8 +70,8 @@ SUMS_UNROLL = 8
 
 
 def workspace_words(blocks: int) -> int:
-    """Words of the workspace for a grid of that many blocks (clusters count as one)."""
-    return WORKSPACE_SUMS + 2 * blocks
+    """64-bit words of the workspace for a grid of that many blocks (clusters count as one)."""
+    return WORKSPACE_SUMS // 2 + blocks
 
 
 class Operands(NamedTuple):
@@ -167,7 +167,7 @@ class CrossEntropyForward(CrossEntropyRows):
         g_z_loss: Int64,  # () or (R,) float32, or null
         g_prediction: Int64,  # (R,) int64, or null
         g_correct: Int64,  # (R,) bool, or null
-        g_workspace: Int64,  # words, see above
+        g_workspace: Int64,  # see above
         rows: Int32,
         grid: Int32,
         slices: Int32,
@@ -300,12 +300,14 @@ class CrossEntropyForward(CrossEntropyRows):
             cursor = self.start_chunks(facts, it, s_slots, first_row)
         if cutlass.const_expr(self.scalar):
             self.count_slice(facts, it)
-        if cutlass.const_expr(self.cluster > 1):
-            # A block must not write to the shared memory of one that has not started.
-            cluster_barrier()
         denominator = Float32(1.0)
         if cutlass.const_expr(self.gradient):
             denominator = self.denominator(facts, it)
+        if cutlass.const_expr(self.cluster > 1):
+            # A block must not write to the shared memory of one that has not started; and the first of a cluster,
+            # which alone reports that it is done with the workspace, does so for all.
+            cluster_barrier()
+        if cutlass.const_expr(self.gradient):
             loss_sum, z_sum = self.held_rows(facts, it, s_slots, stage_bytes, first_row, denominator)
         else:
             loss_sum, z_sum = self.streamed_rows(facts, it, s_slots, first_row, cursor)
@@ -321,7 +323,7 @@ class CrossEntropyForward(CrossEntropyRows):
     def count_slice(self, facts: RowFacts, it: Operands):
         """Count one slice, if this block is one of those that count, and announce it.
 
-        Only blocks that also report to ``finish_sum`` count: the counter of slices is complete before it is reset.
+        Only blocks that also report to ``finish_sum`` count: the slices are complete before they are reset.
         """
         number = cute.arch.block_idx()[0] // self.cluster
         if self.counted(it) & (facts.rank == 0) & (number < it.slices):
@@ -744,7 +746,10 @@ class CrossEntropyForward(CrossEntropyRows):
 
     @cute.jit
     def finish_sum(self, facts: RowFacts, it: Operands, loss_sum, z_sum, denominator):
-        """Add the blocks' sums: the block that is done last adds all of them, in the order of the blocks."""
+        """Add the blocks' sums: the block that is done last adds all of them, in the order of the blocks.
+
+        No other needs the workspace by then, and it leaves all of it at 0.
+        """
         thread = cute.arch.thread_idx()[0]
         block = cute.arch.block_idx()[0] // self.cluster
         blocks = cute.arch.grid_dim()[0] // self.cluster
@@ -769,32 +774,36 @@ class CrossEntropyForward(CrossEntropyRows):
             if done_before == blocks - 1:
                 if cutlass.const_expr(not self.gradient):
                     denominator = self.denominator(facts, it)
-                loss = self.sum_block(facts.s_scratch, thread, self.threads, self.sum_blocks(g_sums, blocks, thread))
+                loss = self.sum_block(facts.s_scratch, thread, self.threads, self.take_sums(g_sums, blocks, thread))
+                # A block has at least as many threads.
+                if thread < WORKSPACE_SUMS:
+                    store_word(it.g_workspace + Int64(thread) * 4, Int32(0))
                 if thread == 0:
                     store_float(it.g_loss, divide(loss, denominator))
                     if it.g_denominator != 0:
                         store_float(it.g_denominator, denominator)
-                    store_word(it.g_workspace + WORKSPACE_SLICES_DONE * 4, Int32(0))
-                    store_word(it.g_workspace + WORKSPACE_BLOCKS_DONE * 4, Int32(0))
                 if cutlass.const_expr(self.stats):
                     z_part = self.sum_block(
                         facts.s_scratch,
                         thread,
                         self.threads,
-                        self.sum_blocks(g_sums + Int64(blocks) * 4, blocks, thread),
+                        self.take_sums(g_sums + Int64(blocks) * 4, blocks, thread),
                     )
                     if thread == 0:
                         store_float(it.g_z_loss, divide(z_part, denominator))
 
     @cute.jit
-    def sum_blocks(self, g_sums, blocks, thread):
-        """This thread's part of the sum of the blocks' sums."""
+    def take_sums(self, g_sums, blocks, thread):
+        """This thread's part of the sum of the blocks' sums, which it sets to 0."""
         value = Float32(0.0)
         for start in cutlass.range(thread, blocks, self.threads * SUMS_UNROLL, unroll=1):
             sums = []
             for u in cutlass.range_constexpr(SUMS_UNROLL):
                 number = start + u * self.threads
                 sums.append(load_relaxed_below(g_sums + Int64(number) * 4, number, blocks))
+            for u in cutlass.range_constexpr(SUMS_UNROLL):
+                number = start + u * self.threads
+                store_word(g_sums + Int64(number) * 4, Int32(0), number < blocks)
             value = value + tree(sums, add)
         return value
 

@@ -255,8 +255,8 @@ def store_shared_word(s_address, word):
 # Synchronisation
 
 
-def store_word(g_address, word):
-    ptx("st.global.b32 [{$r0}], {$r1};", None, [g_address, word])
+def store_word(g_address, word, predicate=None):
+    ptx("st.global.b32 [{$r0}], {$r1};", None, [g_address, word], predicate)
 
 
 def load_relaxed_below(g_address, index, bound):

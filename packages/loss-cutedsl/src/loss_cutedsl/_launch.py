@@ -28,14 +28,6 @@ def _public_stream(index: int) -> int:
 stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
 
 
-def _public_empty(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(size, strides, dtype=dtype, device="cuda")
-
-
-# A new tensor on the current device: ``empty(size, strides, dtype)``. As above: a microsecond instead of four.
-empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _public_empty)
-
-
 def require(tensor: torch.Tensor) -> None:
     """Refuse what the kernels do not do."""
     if tensor.dtype not in DTYPES:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from loss_core.backend import CrossEntropyForward as ForwardResult
 from loss_core.backend import UnsupportedInput
+from loss_core.memory import empty, zeroed_words
 
 from . import _schedule
 from ._compile import compiled
@@ -38,11 +39,11 @@ from ._cross_entropy_forward import (
     MOST_SLICES,
     CrossEntropyForward,
     forward_arguments,
+    workspace_words,
 )
 from ._cross_entropy_rows import ENTRY_WORDS
-from ._launch import DTYPES, empty, machine_of, require, stream_of
+from ._launch import DTYPES, machine_of, require, stream_of
 from ._schedule import LARGEST, VECTOR_BYTES, most_vectors
-from ._workspace import workspace
 
 TARGET_BITS = {torch.int64: 64, torch.int32: 32, torch.uint8: 8}
 
@@ -138,6 +139,7 @@ def run_forward(
     """Launch a plan: allocate what it returns, and hand over addresses and numbers."""
     launch, rows_a_block, cluster, most_blocks, waves, slice_rows, denominator_kind, with_gradient, constants = plan
     float32 = torch.float32
+    device = logits.device
     stream = stream_of(index)
     clusters = -(-rows // rows_a_block)
     if waves:
@@ -147,13 +149,13 @@ def run_forward(
     items = 1.0
     denominator = z_part = prediction = correct = None
     # Results are tensors of their own, not views of one: who changes the loss in place must not touch what is saved.
-    lse = empty((rows,), (1,), float32)
+    lse = empty((rows,), float32, device)
     if options.reduction == "none":
-        loss = empty((rows,), (1,), float32)
+        loss = empty((rows,), float32, device)
     else:
-        loss = empty((), (), float32)
+        loss = empty((), float32, device)
         if options.reduction != "sum":
-            denominator = empty((1,), (1,), float32)
+            denominator = empty((1,), float32, device)
         if num_items is not None:
             if isinstance(num_items, torch.Tensor):
                 denominator_kind = DENOMINATOR_POINTER
@@ -162,12 +164,12 @@ def run_forward(
                 denominator_kind = DENOMINATOR_VALUE
                 items = float(num_items)
         slices = min(MOST_SLICES, clusters, -(-rows // slice_rows))
-        workspace_tensor = workspace(index, stream, clusters)
-        workspace_address = workspace_tensor.data_ptr()
+        workspace = zeroed_words(workspace_words(clusters), device, stream)
+        workspace_address = workspace.data_ptr()
     if stats:
         z_part = torch.empty_like(loss)
-        prediction = empty((rows,), (1,), torch.int64)
-        correct = empty((rows,), (1,), torch.bool)
+        prediction = empty((rows,), torch.int64, device)
+        correct = empty((rows,), torch.bool, device)
     launch(
         address,
         stride,
@@ -351,7 +353,7 @@ def backward(grad_loss, logits, target, weight, lse, denominator, options, *, gr
     if not 0 < rows <= LARGEST:
         require(logits)
         return
-    word = empty((1,), (1,), torch.float32) if weight_sum else None
+    word = empty((1,), torch.float32, logits.device) if weight_sum else None
     launch(
         0 if grad_loss is None else grad_loss.data_ptr(),
         0 if scalar else grad_loss.stride(0),
