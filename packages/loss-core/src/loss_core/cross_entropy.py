@@ -500,9 +500,13 @@ class _CrossEntropy(torch.autograd.Function):
         elif logits is not input and not share_memory(logits, input):
             # A copy that had to be made is kept; a view is made again, so that autograd watches the input itself.
             saved, ctx.rows_saved = logits, True
-        ctx.save_for_backward(saved, target, weight, result.lse, result.denominator)
         if not stats:
+            # Nobody else has these two, so autograd need not watch them.
+            ctx.results = result.lse, result.denominator
+            ctx.save_for_backward(saved, target) if weight is None else ctx.save_for_backward(saved, target, weight)
             return result.loss
+        ctx.results = None
+        ctx.save_for_backward(saved, target, weight, result.lse, result.denominator)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(result.lse, result.z_loss, result.prediction, result.correct)
         return result.loss, result.lse, result.z_loss, result.prediction, result.correct
@@ -521,7 +525,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _gradient(ctx: Any, grad_loss: Tensor) -> Tensor:
     """The gradient with respect to the input, in memory that the caller may keep."""
-    saved, target, weight, lse, denominator = ctx.saved_tensors
+    saved, target, *rest = ctx.saved_tensors
+    lse, denominator = ctx.results or rest[1:]
+    weight = rest[0] if rest else None
     _, _, _, _, options, dim, _, backend, _ = ctx.call
     # Taken out of ctx: autograd copies a gradient that somebody else still holds.
     grad, ctx.grad = ctx.grad, None

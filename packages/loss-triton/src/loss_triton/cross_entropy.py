@@ -37,6 +37,7 @@ from loss_triton.denominator import (
 )
 from loss_triton.launch import Launch, kernel, prepared, refuse_float64
 from loss_triton.rows import (
+    COUNTERS,
     LOG2_E,
     block_columns,
     body_of,
@@ -74,7 +75,7 @@ def cross_entropy_fwd_kernel(
 
     logits_ptr: (rows, classes), float; row stride logits_stride, unit stride along classes.
     target_ptr: (rows,), int32, int64 or uint8. row_loss_ptr, lse_ptr: (rows,), float32. With REDUCE counters_ptr:
-    (2,) int64 at 0; loss_ptr: () float32; KIND, of_row_ptr, number and denominator_ptr as in ``Denominator``.
+    (COUNTERS,) int64 at 0; loss_ptr: () float32; KIND, of_row_ptr, number and denominator_ptr as in ``Denominator``.
     """
     row = tl.program_id(0)
     target = tl.load(target_ptr + row).to(tl.int64)
@@ -267,10 +268,6 @@ def _of_no_rows(
     return CrossEntropyForward(loss, none, result, loss.clone(), none.to(torch.int64), none.to(torch.bool))
 
 
-# Words that a launch counts in.
-_COUNTERS = 2
-
-
 def _forward_plain(
     logits: Tensor,
     target: Tensor,
@@ -284,7 +281,7 @@ def _forward_plain(
     row_loss, lse = empty((rows,), torch.float32, device), empty((rows,), torch.float32, device)
     counters = loss = None
     if options.reduction != "none":
-        counters, loss = zeroed_words(_COUNTERS, device), empty((), torch.float32, device)
+        counters, loss = zeroed_words(COUNTERS, device), empty((), torch.float32, device)
     vector, edges = alignment(logits, grad)
     dtypes = dtype, target.dtype, None if of_row is None else of_row.dtype
     if grad is None:
@@ -337,7 +334,7 @@ def _forward_options(
     row_loss, lse = empty((rows,), torch.float32, device), empty((rows,), torch.float32, device)
     counters = loss = row_z_loss = z_loss = prediction = correct = None
     if reduce:
-        counters, loss = zeroed_words(_COUNTERS, device), empty((), torch.float32, device)
+        counters, loss = zeroed_words(COUNTERS, device), empty((), torch.float32, device)
     if stats:
         row_z_loss = empty((rows,), torch.float32, device)
         z_loss = empty((), torch.float32, device) if reduce else None

@@ -18,6 +18,7 @@ from loss_core.memory import empty
 from torch import Tensor
 
 from loss_triton.launch import kernel, prepared
+from loss_triton.rows import COUNT_WORD
 
 # What the denominator is; a constant of the kernels, and its value for the host.
 ONE, ROWS, NUMBER, TENSOR, WEIGHTS, BYTES = map(tl.constexpr, range(6))
@@ -56,7 +57,7 @@ def sum_over_targets(
 
 @triton.jit
 def _count_word(counters_ptr):
-    return (counters_ptr + 1).to(tl.pointer_type(tl.int32))
+    return (counters_ptr + COUNT_WORD).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
@@ -64,8 +65,10 @@ def start_counting(counters_ptr, target_ptr, rows, ignore_index, KIND: tl.conste
     """For a program that has asked for its row: its share in counting, and what is known so far, a word per lane."""
     if KIND == ROWS:
         count_ptr = _count_word(counters_ptr)
-        # Asked for now, it has come by the time that the row has.
-        words = tl.load(count_ptr + tl.zeros((LANES,), tl.int32), volatile=True)
+        # Asked for now, it has come by the time that the row has. By one lane: so many programs want this one word that
+        # a request of each warp would keep the others waiting.
+        lane = tl.arange(0, LANES)
+        words = tl.load(count_ptr + lane, mask=lane == 0, other=2147483647, volatile=True)
         slices = tl.minimum(rows, _SLICES)
         mine = tl.program_id(0)
         if mine < slices:
@@ -89,7 +92,6 @@ def denominator_of_gradient(
     """
     if KIND == ROWS:
         complete = tl.minimum(rows, _SLICES) * _SLICE
-        # Threads may have seen different values; what they do must be the same, so the least of them decides.
         word = tl.min(words, 0)
         tries = 0
         while (word < complete) & (tries < PATIENCE):

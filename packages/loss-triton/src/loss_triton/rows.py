@@ -135,7 +135,10 @@ def sum_of_rows(row_ptr, rows, LANES: tl.constexpr):
     return tl.sum(totals, 0) + tl.sum(tl.load(row_ptr + rest, mask=rest < rows, other=0.0, cache_modifier=".cg"), 0)
 
 
-# The counters of a launch: one word of finished rows, one that ``denominator`` counts targets in.
+# The counters of a launch are int64 words: the first counts finished rows, the last one is for ``denominator`` to count
+# targets in. They lie in different sectors of memory, for all programs write the one and read the other.
+COUNTERS = 17
+COUNT_WORD = tl.constexpr(COUNTERS - 1)
 FINISHED_ROW = tl.constexpr(1 << 32)
 
 
@@ -156,5 +159,5 @@ def wait_for_rows(counters_ptr, rows):
     while word < all_finished:
         word = tl.atomic_add(counters_ptr, 0, sem="acquire")
     tl.store(counters_ptr, 0)
-    tl.store(counters_ptr + 1, 0)
+    tl.store(counters_ptr + COUNT_WORD, 0)
     return word % FINISHED_ROW

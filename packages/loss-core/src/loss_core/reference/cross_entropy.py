@@ -175,7 +175,9 @@ def _row_gradient(
     of_each = options.label_smoothing / x.shape[-1]
     whole = x.shape[-1] if weight is None else weight.sum()
     of_softmax = of_target + of_each * whole + 2 * options.z_loss * lse
-    grad = torch.exp(x - lse.unsqueeze(-1)).mul_(of_softmax.unsqueeze(-1))
+    # Relative to the maximum, which loses nothing to the rounding of a large lse; in a shard lse is that of all shards.
+    softmax = torch.softmax(x, -1) if options.total_classes is None else torch.exp(x - lse.unsqueeze(-1))
+    grad = softmax.mul_(of_softmax.unsqueeze(-1))
     if of_each > 0:
         grad -= of_each if weight is None else of_each * weight
     grad.scatter_add_(-1, targets.index.unsqueeze(-1), torch.where(targets.here, -of_target, 0).unsqueeze(-1))
