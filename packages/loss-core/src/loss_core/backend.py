@@ -67,11 +67,11 @@ it is 1. ``grad`` may be ``logits``.
 
 A vocabulary that is spread over several devices, each with a shard of the classes: ``options.total_classes`` is then
 the number of all, ``options.first_class`` that of the shard's first, and targets count from the first of all. The
-forward, for ``"none"`` alone, gives the shard's own lse, and as loss ``lse - x[target]``, or ``lse`` where the target
-is in another shard; so the caller gets the whole ``lse`` and ``x[target]`` by sums over the shards. The backward takes
-the whole lse, and a denominator or none, and leaves the target's part of the gradient to the target's shard.
+forward, for ``"none"`` alone, gives the shard's own lse, and as loss ``-x[target]``, or 0 where the target is in another
+shard; the logsumexp of the lse over the shards plus the sum of these is the row's loss. The backward takes the whole
+lse, and a denominator or none, and leaves the target's part of the gradient to the target's shard.
 A target outside [0, total_classes) gives NaN in every shard. Weights, smoothing and statistics do not go with this,
-nor does z_loss with the forward; a backend may refuse shards altogether.
+nor does z_loss with the forward: ``refuse_shard`` says so. A backend may refuse shards altogether.
 
 ``cross_entropy_rescale`` multiplies ``grad`` (rows, classes) in place by the one-element ``grad_loss``, leaving at
 once, on the device, if it is 1. It serves ``inplace=True``, where the logits are gone; without it loss-core uses torch.
@@ -143,6 +143,19 @@ class CrossEntropyOptions(NamedTuple):
     logit_scale: float = 1.0
     first_class: int = 0
     total_classes: int | None = None
+
+
+def refuse_shard(weight: Tensor | None, options: CrossEntropyOptions, *, stats: bool, forward: bool) -> None:
+    """Raise UnsupportedInput for what a shard of the vocabulary cannot know of the others."""
+    if options.total_classes is None:
+        return
+    if weight is not None or options.label_smoothing or stats:
+        raise UnsupportedInput("a shard of the vocabulary goes without weight, label_smoothing and statistics")
+    if forward and (options.z_loss or options.reduction != "none"):
+        raise UnsupportedInput(
+            "the forward of a shard of the vocabulary goes with z_loss=0 and reduction='none', "
+            f"got {options.z_loss} and {options.reduction!r}"
+        )
 
 
 class CrossEntropyForward(NamedTuple):

@@ -15,7 +15,7 @@ import functools
 
 import torch
 import triton.language as tl
-from loss_core.backend import CrossEntropyForward, CrossEntropyOptions
+from loss_core.backend import CrossEntropyForward, CrossEntropyOptions, refuse_shard
 from loss_core.memory import empty, zeroed_words
 from torch import Tensor
 
@@ -24,7 +24,6 @@ from loss_triton.cross_entropy_options import (
     cross_entropy_options_fwd_kernel,
     cross_entropy_rescale_kernel,
     numbers_of,
-    refuse_shard,
 )
 from loss_triton.denominator import (
     NUMBER,
@@ -236,8 +235,7 @@ def cross_entropy_forward(
 ) -> CrossEntropyForward:
     """See ``loss_core.backend``. One launch; two where class weights or bytes have to be summed before a gradient."""
     refuse_float64(logits)
-    if options.total_classes is not None:
-        refuse_shard(weight, options, stats, forward=True)
+    refuse_shard(weight, options, stats=stats, forward=True)
     rows, classes = logits.shape
     denominator = find_denominator(target, weight, byte_lengths, num_items, options, classes, gradient=grad is not None)
     if not rows:
@@ -373,8 +371,7 @@ def cross_entropy_backward(
 ) -> None:
     """See ``loss_core.backend``. One launch."""
     refuse_float64(logits)
-    if options.total_classes is not None:
-        refuse_shard(weight, options, False, forward=False)
+    refuse_shard(weight, options, stats=False, forward=False)
     rows, classes = logits.shape
     if not rows:
         return

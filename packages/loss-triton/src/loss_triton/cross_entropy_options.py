@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from loss_core.backend import CrossEntropyOptions, UnsupportedInput
-from torch import Tensor
+from loss_core.backend import CrossEntropyOptions
 
 from loss_triton.denominator import denominator_of_gradient, denominator_of_loss, start_counting
 from loss_triton.launch import kernel
@@ -169,7 +168,7 @@ def cross_entropy_options_fwd_kernel(
             weight = tl.load(weight_ptr + target, mask=valid, other=0.0) if HAS_WEIGHT else 1.0
             of_target = (1.0 - label_smoothing) * weight
             row_z_loss = z_loss * lse * lse
-            loss = of_target * (lse - x_target) + row_z_loss
+            loss = -x_target if SHARD else of_target * (lse - x_target) + row_z_loss
             of_softmax = of_target + 2.0 * z_loss * lse
             of_each = label_smoothing / classes
             if SMOOTH:
@@ -318,14 +317,3 @@ def numbers_of(options: CrossEntropyOptions, classes: int) -> tuple[float, ...]:
     """The kernels' arguments from ignore_index to logit_scale."""
     ignore_index, _, label_smoothing, z_loss, softcap, logit_scale, first_class, total_classes = options
     return ignore_index, first_class, total_classes or classes, label_smoothing, z_loss, softcap or 0.0, logit_scale
-
-
-def refuse_shard(weight: Tensor | None, options: CrossEntropyOptions, stats: bool, *, forward: bool) -> None:
-    """Raise UnsupportedInput for what a shard of the vocabulary cannot know of the others."""
-    if weight is not None or options.label_smoothing or stats:
-        raise UnsupportedInput("a shard of the vocabulary goes without weight, label_smoothing and statistics")
-    if forward and (options.z_loss or options.reduction != "none"):
-        raise UnsupportedInput(
-            "the forward of a shard of the vocabulary goes with z_loss=0 and reduction='none', "
-            f"got {options.z_loss} and {options.reduction!r}"
-        )

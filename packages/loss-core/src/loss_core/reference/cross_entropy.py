@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from loss_core.backend import CrossEntropyForward, CrossEntropyOptions
+from loss_core.backend import CrossEntropyForward, CrossEntropyOptions, refuse_shard
 from loss_core.dtypes import accumulation_dtype
 from loss_core.reference.pieces import pieces
 
@@ -39,6 +39,7 @@ def cross_entropy_forward(
     stats: bool,
 ) -> CrossEntropyForward:
     """See ``loss_core.backend``."""
+    refuse_shard(weight, options, stats=stats, forward=True)
     dtype = accumulation_dtype(logits.dtype)
     targets = _targets(target, weight, options, logits.shape[1], dtype)
     denominator = _denominator(targets, weight, byte_lengths, num_items, options, dtype)
@@ -76,6 +77,7 @@ def cross_entropy_backward(
     skip_if_one: bool,
 ) -> None:
     """See ``loss_core.backend``. Always recomputes: torch cannot look at a value on the device and leave."""
+    refuse_shard(weight, options, stats=False, forward=False)
     dtype = accumulation_dtype(logits.dtype)
     targets = _targets(target, weight, options, logits.shape[1], dtype)
     factor = grad_loss.reshape(-1)
@@ -157,6 +159,8 @@ def _lse(x: Tensor) -> Tensor:
 def _row_loss(x: Tensor, lse: Tensor, targets: _Targets, weight: Tensor | None, options: CrossEntropyOptions) -> Tensor:
     smoothing = options.label_smoothing
     x_target = torch.where(targets.here, x.gather(-1, targets.index.unsqueeze(-1)).squeeze(-1), 0)
+    if options.total_classes is not None:
+        return torch.where(targets.live, -targets.weight * x_target, 0)
     loss = targets.weight * (lse - x_target)
     if smoothing > 0:
         shifted = lse.unsqueeze(-1) - x
