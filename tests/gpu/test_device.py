@@ -6,6 +6,7 @@ import threading
 import loss_core
 import pytest
 import torch
+from loss_core.memory import zeroed_words
 from support.devices import skip_without
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("device")]
@@ -180,6 +181,93 @@ def test_threads_compute_at_once(backend):
     for (logits, target), result in zip(calls, got, strict=True):
         assert result is not None, "the thread raised"
         assert_near(result, wanted_in_float64("cross_entropy", logits, target), logits.dtype)
+
+
+# The words that a launch counts in: 0 before it and after it, whatever runs beside it
+
+
+CALLS = [
+    {},
+    {"reduction": "sum"},
+    {"num_items": 7.0},
+    {"weight": True},
+    {"byte_lengths": True, "reduction": "byte_mean"},
+    {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0},
+]
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
+@pytest.mark.parametrize("shape", [(1, 50257), (5000, 33), (300, 4096), (40, 128256)], ids=str)
+@pytest.mark.parametrize("options", CALLS, ids=lambda options: ",".join(options) or "plain")
+def test_launches_leave_their_counters_at_zero(options, shape, grad, backend):
+    rows, classes = shape
+    logits, target = inputs(rows, classes, torch.bfloat16)
+    logits.requires_grad_(grad)
+    options = dict(options)
+    if options.pop("weight", False):
+        options["weight"] = torch.rand(classes, device="cuda")
+    if options.pop("byte_lengths", False):
+        options["byte_lengths"] = torch.randint(1, 9, (rows,), device="cuda")
+    losses = {loss_core.cross_entropy(logits, target, backend=backend, **options).item() for _ in range(5)}
+    assert len(losses) == 1
+    assert not zeroed_words(1, logits.device).any()
+
+
+def test_graphs_replayed_beside_calls(backend):
+    calls = [inputs(97, 3000 + i, torch.bfloat16) for i in range(3)]
+    wanted = [wanted_in_float64("cross_entropy", *call) for call in calls]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graphs, results = [], []
+    # All captured on one stream; a graph that counted in that stream's words would meet the others there.
+    for call in calls[:2]:
+        with torch.cuda.stream(stream):
+            loss_and_gradient("cross_entropy", *call, backend)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            results.append(loss_and_gradient("cross_entropy", *call, backend))
+        graphs.append(graph)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for graph, own in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(own):
+                graph.replay()
+        with torch.cuda.stream(stream):
+            eager = loss_and_gradient("cross_entropy", *calls[2], backend)
+    torch.cuda.synchronize()
+    for got, truth in zip([*results, eager], wanted, strict=True):
+        assert_near(got, truth, torch.bfloat16)
+
+
+def test_words_of_streams_and_graphs():
+    device = torch.device("cuda", torch.cuda.current_device())
+    here, other = zeroed_words(3, device), torch.cuda.Stream()
+    assert zeroed_words(3, device) is here
+    assert zeroed_words(10**6, device).numel() == 10**6
+    with torch.cuda.stream(other):
+        there = zeroed_words(3, device)
+    assert there.data_ptr() != here.data_ptr()
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=other):
+        captured = zeroed_words(3, device)
+    assert captured.data_ptr() != there.data_ptr()
+
+
+def test_numbers_of_either_type_in_turn(backend):
+    """A binary that took an option for an integer would refuse or cut the next call's."""
+    logits, target = inputs()
+    for options in (
+        {"logit_scale": 1, "label_smoothing": 0, "z_loss": 0},
+        {"logit_scale": 0.5},
+        {"softcap": 3, "z_loss": 1},
+        {"softcap": 2.5, "z_loss": 0.25},
+        {"ignore_index": -(2**40)},
+        {"num_items": 3},
+        {"num_items": 2.5},
+    ):
+        target_ = torch.where(target == -100, options["ignore_index"], target) if "ignore_index" in options else target
+        got = loss_and_gradient("cross_entropy", logits, target_, backend, **options)
+        assert_near(got, wanted_in_float64("cross_entropy", logits, target_, **options), torch.float32)
 
 
 @pytest.mark.parametrize("op", OPS)

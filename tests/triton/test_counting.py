@@ -1,0 +1,69 @@
+"""A program whose patience ends before all targets are counted counts them itself, to the same bits."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import loss_core
+from loss_triton import cross_entropy, denominator
+from support import devices
+
+pytestmark = pytest.mark.skipif(
+    bool(devices.unavailable_reason("triton")), reason=f"triton: {devices.unavailable_reason('triton')}"
+)
+
+
+def loss_and_gradient(logits, target, **options):
+    loss = loss_core.cross_entropy(logits, target, backend="triton", **options)
+    return loss.detach(), torch.autograd.grad(loss, logits)[0]
+
+
+@pytest.fixture
+def launches():
+    """``launches(patience)``: kernels are prepared anew, for so much of it."""
+    caches = cross_entropy._gradient_launch, cross_entropy._forward_launch
+    mend = pytest.MonkeyPatch()
+
+    def prepare(patience):
+        mend.setattr(cross_entropy, "patience", lambda device: patience)
+        for cache in caches:
+            cache.cache_clear()
+
+    yield prepare
+    mend.undo()
+    for cache in caches:
+        cache.cache_clear()
+
+
+# Fewer rows than programs that count, as many, more, and such that slices end unevenly.
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=["plain", "options"])
+def test_impatient_programs(rows, options, launches, device):
+    logits = torch.randn(rows, 40).to(device).requires_grad_()
+    target = torch.randint(40, (rows,))
+    target[1::3] = -100
+    reference = logits.detach().double().cpu().requires_grad_()
+    wanted = torch.nn.functional.cross_entropy(reference, target, **options)
+    wanted = wanted.detach(), torch.autograd.grad(wanted, reference)[0]
+    results = []
+    # In the interpreter, where a program waits in vain for the next, there is no patience at all.
+    for patience in (0, 0 if device == "cpu" else 2048):
+        launches(patience)
+        results.append(loss_and_gradient(logits, target.to(device), **options))
+    for got in results:
+        for actual, truth in zip(got, wanted, strict=True):
+            torch.testing.assert_close(actual.double().cpu(), truth, atol=1e-6, rtol=1e-5)
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_too_many_rows_to_count_in_the_kernel(monkeypatch, device):
+    """Then the launch before it counts."""
+    monkeypatch.setattr(denominator, "_TOO_MANY_ROWS", 50)
+    logits, target = torch.randn(60, 40).to(device).requires_grad_(), torch.randint(40, (60,))
+    target[::3] = -100
+    reference = logits.detach().double().cpu().requires_grad_()
+    wanted = torch.nn.functional.cross_entropy(reference, target)
+    loss, grad = loss_and_gradient(logits, target.to(device))
+    torch.testing.assert_close(loss.double().cpu(), wanted.detach(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(grad.double().cpu(), torch.autograd.grad(wanted, reference)[0], atol=1e-7, rtol=1e-5)
