@@ -64,7 +64,7 @@ def make_forward(machine, variant, schedule, gradient):
 )
 def test_forward_with_gradient(machine, variant):
     vectors, ragged = shape(variant[1], variant[0])
-    schedule = _schedule.held(machine, vectors, 1, cross_entropy.ENTRY_WORDS, ragged)
+    schedule = _schedule.held(machine, vectors, 1, cross_entropy.ENTRY_WORDS, ragged, _schedule.MEASURED_GRADIENT)
     plan = make_forward(machine, variant, schedule, True)
     assert plan.most_blocks % schedule.cluster == 0
 
@@ -123,7 +123,7 @@ def make_softmax(machine, variant, backward):
     dtype, cols, log, held = variant
     vectors, ragged = shape(cols, dtype)
     schedule = (
-        _schedule.held(machine, vectors, 1 + backward, softmax.ENTRY_WORDS, ragged)
+        _schedule.held(machine, vectors, 1 + backward, softmax.ENTRY_WORDS, ragged, _schedule.MEASURED_SOFTMAX)
         if held
         else _schedule.direct(machine, vectors)
     )

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import itertools
 
 import pytest
 
@@ -20,7 +21,8 @@ from loss_cutedsl import (
 
 CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
 VECTORS = [
-    *(1, 2, 31, 193, 256, 257, 513, 1000, 1024, 1025, 2048, 3585, 4000, 6283, 7168, 8192, 10000),
+    *(1, 2, 31, 193, 256, 257, 513, 767, 768, 1000, 1024, 1025, 2048, 2049, 3585, 4000, 4096, 4097, 6283, 7168, 8192),
+    *(8193, 10000),
     *(14337, 16032, 18992, 24576, 24577, 32768, 65536, 131072, 262144),
 ]
 
@@ -62,8 +64,9 @@ def test_schedules_fit_their_machine(machine, ragged):
 
 def check_schedules(machine, vectors, ragged):
     words = _cross_entropy_rows.ENTRY_WORDS
-    for inputs in (1, 2):
-        schedule = _schedule.held(machine, vectors, inputs, words, ragged)
+    gradient, soft = _schedule.MEASURED_GRADIENT, _schedule.MEASURED_SOFTMAX
+    for inputs, measured in ((1, gradient), (1, soft), (2, soft)):
+        schedule = _schedule.held(machine, vectors, inputs, words, ragged, measured)
         if schedule is None:
             continue
         requested = _schedule.shared_bytes(schedule, vectors, inputs, words)
@@ -87,7 +90,23 @@ def check_schedules(machine, vectors, ragged):
 def test_schedules_of_long_rows_use_clusters_where_there_are_some():
     rows = 151936 // 8
     assert _schedule.held(_schedule.machine((9, 0), 132), rows).cluster == 2
-    assert _schedule.held(_schedule.machine((8, 0), 108), rows) is None
+    assert _schedule.held(_schedule.machine((8, 0), 108), rows, measured=_schedule.MEASURED_GRADIENT) is None
+
+
+@pytest.mark.parametrize("table", ["MEASURED_GRADIENT", "MEASURED_SOFTMAX"])
+def test_measured_schedules_fit_over_all_widths_they_are_for(table):
+    """And no width has two of them."""
+    hopper = _schedule.machine((9, 0), 132)
+    words = _cross_entropy_rows.ENTRY_WORDS
+    measured = sorted(getattr(_schedule, table))
+    for case in measured:
+        assert case.least <= case.most
+        for vectors in (case.least, case.most):
+            assert _schedule.shared_bytes(case.schedule, vectors, case.inputs, words) <= hopper.block_bytes
+            found = _schedule.held(hopper, vectors, case.inputs, words, case.ragged, tuple(measured))
+            assert found == case.schedule
+    for case, after in itertools.pairwise(measured):
+        assert case[:2] != after[:2] or case.most < after.least
 
 
 @pytest.mark.parametrize(("cluster", "rows"), [(1, 1), (1, 100000), (2, 7), (2, 4096), (4, 66), (8, 4096), (16, 4096)])

@@ -131,30 +131,57 @@ class Measured(NamedTuple):
     schedule: Schedule
 
 
-# Kernel time, device events, H100 80GB HBM3, torch 2.11+cu130, DSL 4.8.1: share of the bandwidth of a copy (3.0 TB/s),
-# and in brackets that of the estimate below. Where the two agree (8192 x 32000 bf16: 95.8%, 4096 x 32768 float32:
-# 97.0%, softmax of 4096 x 16384 fp16: 90.3% forward, 95.0% backward) there is no entry. In the runs of cross-entropy
-# one row in nine was ignored, which is not read: their shares say which schedule is better, not what a call reaches.
-MEASURED_HELD = (
-    # 32768 x 8192 bf16, cross-entropy with gradient: 95.1%; 4096 x 8192 fp16, softmax: 87.5%.
-    Measured(1, False, 513, 1024, Schedule(128, 128, 1, 2, 4, 6)),
-    # 4096 x 128256 bf16, cross-entropy with gradient: 95.6% (94.6%), softmax: 94.2% (92.9%); 8192 x 151936: 97.2%
-    # (96.7%). One block has the multiprocessor to itself, so it takes as many threads as there can be.
+# Kernel time, device events, as a share of the bandwidth of a copy, and in brackets that of the schedule before. Where
+# a width has no entry, the estimate below was as good or has not been compared.
+
+# Cross-entropy with gradient: H200 (copy 4.21 TB/s), torch 2.11+cu130, DSL 4.8.1.
+MEASURED_GRADIENT = (
+    # Not compared below 1024 vectors; on an H100, with 1024, ahead of the estimate.
+    Measured(1, False, 513, 767, Schedule(128, 128, 1, 2, 4, 6)),
+    # 32768 x 8192 bf16: 87.8% (86.2% with 128 threads and six blocks).
+    Measured(1, False, 768, 1024, Schedule(256, 256, 1, 2, 4, 4)),
+    # 4096 x 16384 fp16: 76.7% (75.8%); as good with one stage, two vectors and six blocks.
+    Measured(1, False, 1025, 2048, Schedule(256, 256, 1, 2, 4, 3)),
+    # 8192 x 32000 bf16: 89.2% (84.7%). Three rows of one block are in flight where two blocks hold one row each. Four
+    # vectors a step take more registers than 1024 threads can have: 80.0%.
+    Measured(1, False, 2049, 4096, Schedule(1024, 1024, 1, 3, 2, 1)),
+    # 4096 x 32768 float32: 88.3% (80.8%). Three blocks with half a row each, for one with a row and nothing to follow.
+    Measured(1, False, 4097, 8192, Schedule(256, 256, 2, 1, 4, 3)),
+    # 4096 x 128256 bf16: 87.7%, 8192 x 151936: 91.8%, both the best of those tried. One block has the multiprocessor to
+    # itself, so it takes as many threads as there can be.
     Measured(1, False, 14337, 24576, Schedule(1024, 1024, 2, 1, 2, 1)),
-    # 8192 x 50257 bf16, cross-entropy with gradient: 92.6% (89.8%). A few threads write the ends of a row element by
-    # element; three blocks, each with half a row, have more else to do meanwhile than two with a whole one.
+    # 8192 x 50257 bf16: 80.3% (78.9% with four blocks, which have fewer registers). A few threads write the ends of a
+    # row element by element; three blocks, each with half a row, have more else to do meanwhile.
+    Measured(1, True, 3585, 7168, Schedule(256, 256, 2, 1, 2, 3)),
+)
+
+# Softmax: H100 80GB HBM3 (copy 3.0 TB/s), torch 2.11+cu130, DSL 4.8.1, but for the entry that says otherwise.
+MEASURED_SOFTMAX = (
+    # 4096 x 8192 fp16: 87.5%.
+    Measured(1, False, 513, 1024, Schedule(128, 128, 1, 2, 4, 6)),
+    # 4096 x 128256 bf16: 94.2% (92.9%).
+    Measured(1, False, 14337, 24576, Schedule(1024, 1024, 2, 1, 2, 1)),
+    # As cross-entropy on the same card.
     Measured(1, True, 3585, 7168, Schedule(256, 256, 2, 1, 2, 4)),
-    # 32768 x 2048 bf16, softmax backward: 95.8%.
+    # 32768 x 2048 bf16, backward: 95.8%.
     Measured(2, False, 193, 256, Schedule(128, 32, 1, 2, 4, 4)),
-    # 4096 x 128256 bf16, softmax backward: 75.4% (73.9%). Both inputs do not fit into two multiprocessors.
-    Measured(2, False, 14337, 24576, Schedule(512, 512, 8, 1, 2, 2)),
+    # 4096 x 128256 bf16, backward, H200: 99.2% (94.9% with clusters of eight). Both inputs do not fit into two
+    # multiprocessors.
+    Measured(2, False, 14337, 24576, Schedule(512, 512, 4, 1, 4, 1)),
 )
 
 
 def held(
-    machine: Machine, vectors: int, inputs: int = 1, entry_words: int = 8, ragged: bool = False
+    machine: Machine,
+    vectors: int,
+    inputs: int = 1,
+    entry_words: int = 8,
+    ragged: bool = False,
+    measured: tuple[Measured, ...] = (),
 ) -> Schedule | None:
     """The schedule for rows of that many vectors held in shared memory, or None where they do not fit.
+
+    It is that of ``measured`` where the table has the width, and otherwise an estimate.
 
     Up to 4 KB a warp takes a row, and nothing has to be synchronised. Longer rows take a block with about 8 vectors a
     thread, so that a multiprocessor holds 1024 threads and 128 KB at any width; rows of more than a quarter of a
@@ -162,7 +189,7 @@ def held(
     the smallest that leaves room. Ragged rows need registers for their edges, so they take two vectors a step.
     """
     if machine.clusters:
-        for case in MEASURED_HELD:
+        for case in measured:
             if case.inputs == inputs and case.ragged == ragged and case.least <= vectors <= case.most:
                 return case.schedule
     if vectors <= 256:
@@ -205,21 +232,22 @@ def shared_bytes(schedule: Schedule, vectors: int, inputs: int, entry_words: int
 def streamed(machine: Machine, vectors: int, ragged: bool = False, element_bytes: int = 2) -> Schedule:
     """The schedule for rows that are read once and not held: chunks in flight, blocks enough to hide a row's end.
 
-    Measured as above, with rows ignored too, loss alone: 8192 x 32000 bf16 100.5% (with 4 vectors a step 97.9%);
-    4096 x 128256 105.2%; 8192 x 50257 95.4%; 32768 x 8192 98.2%; 4096 x 32768 float32, which has half the arithmetic
-    a byte, 102.0% (with 256 threads 98.0%).
+    Small blocks: at the end of a row few threads wait for one another, and many rows are under way. Loss alone on an
+    H200, measured as above (in brackets: blocks of twice as many threads): 32768 x 8192 bf16 85.5% (76.9%);
+    8192 x 32000 83.4% (80.8%); 4096 x 16384 fp16 59.3% (58.9%); 8192 x 50257 bf16 72.5% (67.6%); 4096 x 32768 float32,
+    which has half the arithmetic a byte, 94.0% (92.1%). At 4096 x 128256 256 threads reach 98.7%.
     """
     if vectors <= 256:
         per_thread = -(-vectors // 32)
         return Schedule(128, 32, 1, 4, min(per_thread, 2 if ragged or per_thread <= 2 else 4), 5)
     if vectors <= 1024:
-        threads = max(64, _round_up_to_power(-(-vectors // 8)))
-        return Schedule(threads, threads, 1, 3, 2 if ragged else 4, 896 // threads)
-    if ragged:
-        return Schedule(256, 256, 1, 3, 2, 3)
-    if element_bytes == 4 and vectors >= 6144 and machine.block_bytes >= 160 * 1024:
-        return Schedule(512, 512, 1, 4, 4, 2)
-    return Schedule(256, 256, 1, 3, 2, 4) if vectors <= 8192 else Schedule(256, 256, 1, 3, 4, 3)
+        return Schedule(64, 64, 1, 4, 4, 10)
+    if element_bytes == 4 and not ragged and vectors >= 6144 and machine.block_bytes >= 160 * 1024:
+        return Schedule(256, 256, 1, 4, 4, 4)
+    if vectors <= 8192:
+        # The edges of ragged rows take registers.
+        return Schedule(128, 128, 1, 4, 4, 6 if ragged else 8)
+    return Schedule(256, 256, 1, 3, 4, 3)
 
 
 # Rows that a cluster of more than two blocks takes at most. How many such clusters run at a time depends on how many

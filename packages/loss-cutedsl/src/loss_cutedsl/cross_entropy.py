@@ -207,7 +207,9 @@ def _forward_plan(index, dtype, cols, ragged, target_dtype, gradient, weighted, 
         _require_shard(options, weighted, stats)
     machine = machine_of(index)
     vectors = most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged)
-    schedule = _schedule.held(machine, vectors, 1, ENTRY_WORDS, ragged) if gradient else None
+    schedule = None
+    if gradient:
+        schedule = _schedule.held(machine, vectors, 1, ENTRY_WORDS, ragged, _schedule.MEASURED_GRADIENT)
     gradient = schedule is not None
     if schedule is None:
         schedule = _schedule.streamed(machine, vectors, ragged, dtype.itemsize)

@@ -447,7 +447,8 @@ def backward_arguments():
 def _plan(index, dtype, cols, ragged, backward, log):
     machine = machine_of(index)
     vectors = most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged)
-    schedule = _schedule.held(machine, vectors, 2 if backward else 1, ENTRY_WORDS, ragged)
+    inputs = 2 if backward else 1
+    schedule = _schedule.held(machine, vectors, inputs, ENTRY_WORDS, ragged, _schedule.MEASURED_SOFTMAX)
     held = schedule is not None
     if schedule is None:
         schedule = _schedule.direct(machine, vectors)
