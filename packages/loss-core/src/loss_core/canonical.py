@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 
-def class_dim(input: Tensor, dim: int, name: str = "input") -> int:
-    """`dim` counted from 0; an IndexError in torch's words if `input` has no such dimension."""
-    dims = max(input.dim(), 1)
+def class_dim(shape: torch.Size, dim: int, name: str = "input") -> int:
+    """`dim` counted from 0; an IndexError in torch's words if `shape` has no such dimension."""
+    dims = max(len(shape), 1)
     if not -dims <= dim < dims:
         raise IndexError(
-            f"dim out of range: expected to be in [{-dims}, {dims - 1}] for {name} of shape {tuple(input.shape)}, "
-            f"got {dim}"
+            f"dim out of range: expected to be in [{-dims}, {dims - 1}] for {name} of shape {tuple(shape)}, got {dim}"
         )
     return dim % dims
 

@@ -7,7 +7,6 @@ Under ``torch.compile`` the middle is one opaque op, which makes the same choice
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from loss_core.backend import REDUCTIONS, CrossEntropyForward, CrossEntropyOptio
 from loss_core.canonical import class_dim, device_of, from_rows, may_be_overwritten, share_memory, to_rows
 from loss_core.derivative import first_derivative_only
 from loss_core.dtypes import FLOATING, INTEGRAL, accumulation_dtype, kind, names
+from loss_core.environment import variable
 from loss_core.reference.cross_entropy import cross_entropy_probabilities
 from loss_core.registry import Backend
 
@@ -133,7 +133,9 @@ def cross_entropy(
         >>> round(loss.item(), 4), logits.grad[0].tolist()
         (0.3709, [-0.25, 0.25])
     """
-    options = _checked_options(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
+    # The compiler traces the check itself; a loop meets the same few options again and again.
+    options_of = _options if torch.compiler.is_compiling() else _options_met
+    options = options_of(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
     operands = _operands(input, target, weight, byte_lengths, num_items, dim, options)
     return _run(operands, options, inplace, backend, False).loss
 
@@ -169,7 +171,9 @@ def cross_entropy_with_stats(
         >>> stats.prediction.tolist(), stats.correct.tolist()
         ([1], [True])
     """
-    options = _checked_options(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
+    # The compiler traces the check itself; a loop meets the same few options again and again.
+    options_of = _options if torch.compiler.is_compiling() else _options_met
+    options = options_of(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
     operands = _operands(input, target, weight, byte_lengths, num_items, dim, options)
     if operands.target.is_floating_point():
         raise UnsupportedInput("cross_entropy_with_stats takes class indices, got a floating-point target")
@@ -186,11 +190,6 @@ def cross_entropy_with_stats(
 
 
 # Validation
-
-
-def _checked_options(*values: Any) -> CrossEntropyOptions:
-    # The compiler traces the check itself; a loop meets the same few options again and again.
-    return _options(*values) if torch.compiler.is_compiling() else _options_met(*values)
 
 
 def _options(
@@ -231,44 +230,66 @@ def _operands(
     options: CrossEntropyOptions,
 ) -> _Operands:
     """Check the tensors against one another and bring the small ones into canonical form."""
-    if not isinstance(input, Tensor) or input.dtype not in FLOATING:
+    if not isinstance(input, Tensor):
         raise TypeError(f"input must be a tensor of {names(FLOATING)}, got {kind(input)}")
     if not isinstance(target, Tensor):
         raise TypeError(f"target must be a tensor, got {kind(target)}")
-    if input.dim() == 0:
-        raise ValueError("input must have a class dimension, got a scalar")
-    dim = class_dim(input, dim)
-    shape, classes = input.shape, input.shape[dim]
-    if classes == 0:
-        raise ValueError(f"input must have at least one class, got shape {tuple(shape)} with classes in dim {dim}")
+    compiling = torch.compiler.is_compiling()
+    fitting = _fitting if compiling else _fitting_met
+    dim, expected = fitting(input.dtype, input.shape, target.dtype, target.shape, dim)
+    device = input.device
+    if target.device != device:
+        raise ValueError(f"target must be on input's device {device}, got {target.device}")
     probabilities = target.is_floating_point()
-    expected = shape if probabilities else shape[:dim] + shape[dim + 1 :]
-    if not probabilities and target.dtype not in INTEGRAL:
-        raise TypeError(
-            f"target must hold class indices ({names(INTEGRAL)}) or floating-point probabilities, got {target.dtype}"
-        )
-    if target.shape != expected:
-        raise ValueError(
-            f"target must have shape {tuple(expected)} for input of shape {tuple(shape)} with classes in dim {dim}, "
-            f"got {tuple(target.shape)}"
-        )
-    if target.device != input.device:
-        raise ValueError(f"target must be on input's device {input.device}, got {target.device}")
+    classes = input.shape[dim]
     if not probabilities:
-        if target.dim() != 1 or target.stride(0) != 1:
+        if len(expected) != 1 or target.stride(0) != 1:
             target = target.reshape(-1).contiguous()
-        _check_range(target, classes, options.ignore_index, expected)
+        # Inside torch.compile the values are not there yet; the op looks when it runs.
+        if not compiling and _checks_range(device):
+            _check_range(target, classes, options.ignore_index, expected)
     elif options.ignore_index >= 0:
         raise ValueError(f"ignore_index is for class indices; with probabilities leave it, got {options.ignore_index}")
+    if byte_lengths is not None or options.reduction == "byte_mean":
+        byte_lengths = _byte_lengths(byte_lengths, expected, input, options.reduction, probabilities)
     return _Operands(
         input,
         target,
         None if weight is None else _weight(weight, input, classes),
-        _byte_lengths(byte_lengths, expected, input, options.reduction, probabilities),
+        byte_lengths,
         None if num_items is None else _num_items(num_items, input, options.reduction),
         dim,
         expected,
     )
+
+
+def _fitting(
+    input_dtype: torch.dtype, shape: torch.Size, target_dtype: torch.dtype, target_shape: torch.Size, dim: int
+) -> tuple[int, torch.Size]:
+    """The class dimension from 0 on, and the target's shape; raises where dtypes or shapes do not fit."""
+    if input_dtype not in FLOATING:
+        raise TypeError(f"input must be a tensor of {names(FLOATING)}, got {input_dtype}")
+    if len(shape) == 0:
+        raise ValueError("input must have a class dimension, got a scalar")
+    dim = class_dim(shape, dim)
+    classes = shape[dim]
+    if classes == 0:
+        raise ValueError(f"input must have at least one class, got shape {tuple(shape)} with classes in dim {dim}")
+    probabilities = target_dtype.is_floating_point
+    expected = shape if probabilities else shape[:dim] + shape[dim + 1 :]
+    if not probabilities and target_dtype not in INTEGRAL:
+        raise TypeError(
+            f"target must hold class indices ({names(INTEGRAL)}) or floating-point probabilities, got {target_dtype}"
+        )
+    if target_shape != expected:
+        raise ValueError(
+            f"target must have shape {tuple(expected)} for input of shape {tuple(shape)} with classes in dim {dim}, "
+            f"got {tuple(target_shape)}"
+        )
+    return dim, expected
+
+
+_fitting_met = lru_cache(_fitting)
 
 
 def _weight(weight: Tensor, input: Tensor, classes: int) -> Tensor:
@@ -320,12 +341,7 @@ def _num_items(num_items: float | Tensor, input: Tensor, reduction: str) -> floa
 
 
 def _check_range(target: Tensor, classes: int, ignore_index: int, shape: torch.Size) -> None:
-    """Raise the IndexError for a target out of range: on a CPU always, elsewhere when LOSS_VALIDATE asks to wait."""
-    # Inside torch.compile the values are not there yet; the op looks when it runs.
-    if torch.compiler.is_compiling() or target.device.type == "meta":
-        return
-    if target.device.type != "cpu" and os.environ.get("LOSS_VALIDATE", "0") in ("", "0"):
-        return
+    """Raise the IndexError for a target out of range; waits for the device."""
     bad = ((target < 0) | (target >= classes)) & ~_ignored(target, ignore_index)
     if bad.any():
         row = int(bad.nonzero()[0])
@@ -334,6 +350,11 @@ def _check_range(target: Tensor, classes: int, ignore_index: int, shape: torch.S
             f"target {int(target[row])} in row {place} is outside [0, {classes}) and is not ignore_index "
             f"({ignore_index})"
         )
+
+
+def _checks_range(device: torch.device) -> bool:
+    """Whether targets on `device` are looked at: on a CPU always, elsewhere when LOSS_VALIDATE asks to wait for it."""
+    return device.type == "cpu" or (variable("LOSS_VALIDATE") not in ("", "0") and device.type != "meta")
 
 
 def _ignored(target: Tensor, ignore_index: int) -> Tensor:
@@ -369,7 +390,7 @@ def _run_on(
     input, target, weight, byte_lengths, num_items, dim, shape = operands
     if torch.is_grad_enabled() and input.requires_grad:
         call = _Call(target, weight, byte_lengths, num_items, options, dim, inplace, backend.module, stats)
-        out = _CrossEntropy.apply(input, call)
+        out = _apply(input, call)
         if not stats:
             return _shaped(CrossEntropyForward(out, out), options, shape)
         loss, lse, *rest = out
@@ -523,6 +544,16 @@ class _CrossEntropy(torch.autograd.Function):
         return grad, None
 
 
+_apply_in_c = super(torch.autograd.Function, _CrossEntropy).apply
+
+
+def _apply(input: Tensor, call: _Call) -> Any:
+    # Function.apply serves torch.func's transforms first, in Python; without one that takes as long as the rest.
+    if torch._C._are_functorch_transforms_active():
+        return _CrossEntropy.apply(input, call)
+    return _apply_in_c(input, call)
+
+
 def _gradient(ctx: Any, grad_loss: Tensor) -> Tensor:
     """The gradient with respect to the input, in memory that the caller may keep."""
     saved, target, *rest = ctx.saved_tensors
@@ -596,7 +627,8 @@ def _forward_op(
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     options = CrossEntropyOptions(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
-    _check_range(target, input.shape[dim], ignore_index, target.shape)
+    if _checks_range(target.device):
+        _check_range(target, input.shape[dim], ignore_index, target.shape)
 
     def forward(module: Any) -> CrossEntropyForward:
         return module.cross_entropy_forward(

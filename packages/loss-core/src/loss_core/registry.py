@@ -12,7 +12,6 @@ task), else ``set_default_backend``, else the environment variable ``LOSS_BACKEN
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -24,6 +23,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from loss_core.backend import API_VERSION, ENTRY_POINT_GROUP, OPS, REDUCTIONS, BackendUnavailable, UnsupportedInput
+from loss_core.environment import variable
 
 T = TypeVar("T")
 
@@ -294,7 +294,7 @@ def candidates(op: str, device: torch.device, name: str | None) -> tuple[Backend
             reason; or if none at all provides the op.
         UnsupportedInput: if the backend that was named lacks `op`.
     """
-    name = name or _in_use.get() or _default or os.environ.get("LOSS_BACKEND") or None
+    name = name or _in_use.get() or _default or variable("LOSS_BACKEND") or None
     if name is not None:
         return (_explicit(op, device, name),)
     automatic = _state().automatic

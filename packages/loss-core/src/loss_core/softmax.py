@@ -76,7 +76,7 @@ def _run(op: str, input: Tensor, dim: int, dtype: torch.dtype | None, backend: s
         dtype = _default_dtype(input)
     elif dtype not in FLOATING:
         raise TypeError(f"dtype must be one of {names(FLOATING)}, got {dtype}")
-    dim = class_dim(input, dim)
+    dim = class_dim(input.shape, dim)
     if torch.compiler.is_compiling():
         return _forward_op(input, op, dim, dtype, backend)
     return _first_that_can(op, input, dim, dtype, backend)

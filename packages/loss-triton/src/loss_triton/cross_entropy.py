@@ -234,8 +234,9 @@ def cross_entropy_forward(
     stats: bool,
 ) -> CrossEntropyForward:
     """See ``loss_core.backend``. One launch; two where class weights or bytes have to be summed before a gradient."""
-    refuse_float64(logits)
-    refuse_shard(weight, options, stats=stats, forward=True)
+    if not _does(options, logits.dtype):
+        refuse_float64(logits)
+        refuse_shard(weight, options, stats=stats, forward=True)
     rows, classes = logits.shape
     denominator = find_denominator(target, weight, byte_lengths, num_items, options, classes, gradient=grad is not None)
     if not rows:
@@ -243,6 +244,12 @@ def cross_entropy_forward(
     if weight is None and not stats and _is_plain(options):
         return _forward_plain(logits, target, denominator, options, grad)
     return _forward_options(logits, target, weight, denominator, options, grad, stats)
+
+
+@functools.lru_cache
+def _does(options: CrossEntropyOptions, dtype: torch.dtype) -> bool:
+    """Whether there is nothing to refuse; one look where the checks would be several calls."""
+    return dtype != torch.float64 and options.total_classes is None
 
 
 @functools.lru_cache
@@ -370,8 +377,9 @@ def cross_entropy_backward(
     skip_if_one: bool,
 ) -> None:
     """See ``loss_core.backend``. One launch."""
-    refuse_float64(logits)
-    refuse_shard(weight, options, stats=False, forward=False)
+    if not _does(options, logits.dtype):
+        refuse_float64(logits)
+        refuse_shard(weight, options, stats=False, forward=False)
     rows, classes = logits.shape
     if not rows:
         return
@@ -379,8 +387,7 @@ def cross_entropy_backward(
     device = logits.device
     launch = _backward_launch(
         device.index, (logits.dtype, target.dtype, grad_loss.dtype), classes, vector, edges, weight is not None,
-        denominator is None, options.label_smoothing > 0, options.softcap is not None,
-        options.total_classes is not None, skip_if_one,
+        denominator is None, options, skip_if_one,
     )  # fmt: skip
     launch(
         programs(rows, device), grad_loss, logits, target, weight, lse, denominator, grad,
@@ -389,13 +396,16 @@ def cross_entropy_backward(
     )  # fmt: skip
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def _backward_launch(
     device: int | None, dtypes: tuple[torch.dtype, ...], classes: int, vector: int, edges: bool, weighted: bool,
-    whole: bool, smoothed: bool, capped: bool, shard: bool, skip_if_one: bool,
+    whole: bool, options: CrossEntropyOptions, skip_if_one: bool,
 ) -> Launch:  # fmt: skip
     lanes, block = backward_schedule(classes, vector)
-    constants = weighted, smoothed, capped, shard, skip_if_one, vector, edges, lanes, block
+    constants = (
+        weighted, options.label_smoothing > 0, options.softcap is not None, options.total_classes is not None,
+        skip_if_one, vector, edges, lanes, block,
+    )  # fmt: skip
     return prepared(cross_entropy_bwd_kernel, (device, dtypes, whole), constants, lanes)
 
 

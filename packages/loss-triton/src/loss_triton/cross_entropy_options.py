@@ -10,6 +10,8 @@ weights, V the classes and y the target,
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 from loss_core.backend import CrossEntropyOptions
@@ -313,6 +315,7 @@ def cross_entropy_rescale_kernel(
             tl.store(row_ptr + edges, edge_grad.to(grad_ptr.dtype.element_ty), mask=in_edge)
 
 
+@functools.lru_cache(4096)
 def numbers_of(options: CrossEntropyOptions, classes: int) -> tuple[float, ...]:
     """The kernels' arguments from ignore_index to logit_scale."""
     ignore_index, _, label_smoothing, z_loss, softcap, logit_scale, first_class, total_classes = options
