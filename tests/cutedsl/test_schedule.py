@@ -35,9 +35,11 @@ def machine(request):
 def addressed(kernel, vectors, inputs, entry_words, whole_rows=True):
     """End of the shared memory that a kernel addresses, by the arithmetic of its own methods."""
     entries = kernel.warps * kernel.cluster
-    # Two halves of the reduction's scratch, used in turn; a word per warp of the block where blocks add up.
-    assert 2 * entries * 4 * entry_words <= kernel.scratch_bytes
-    assert 4 * (kernel.threads // 32) <= kernel.scratch_bytes
+    # Two halves of the reduction's scratch, used in turn; a word per warp of the block where blocks add up; the notes.
+    assert 2 * entries * 4 * entry_words <= kernel.notes
+    assert 4 * (kernel.threads // 32) <= kernel.notes
+    assert kernel.notes + _schedule.NOTE_BYTES == kernel.scratch_bytes
+    assert kernel.notes % 4 == 0
     chunks = kernel.schedule.chunks(vectors) if whole_rows else 1
     stage_bytes = chunks * kernel.unroll * kernel.row_threads * _schedule.VECTOR_BYTES
     last_stage = kernel.scratch_bytes + (kernel.groups * inputs * kernel.stages - 1) * stage_bytes
@@ -119,6 +121,16 @@ def test_grid_is_whole_clusters_and_no_more_than_there_are_rows(cluster, rows):
     assert blocks // cluster <= rows
     if cluster > 2:
         assert -(-rows // (blocks // cluster)) <= max(_schedule.ROWS_OF_LARGE_CLUSTER, -(-rows * cluster // most))
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 1320])
+def test_workspace_has_room_for_the_counters_and_for_every_sum_of_every_block(blocks):
+    forward = _cross_entropy_forward
+    assert max(forward.WORKSPACE_SLICES_DONE, forward.WORKSPACE_BLOCKS_DONE) < forward.WORKSPACE_SUMS
+    assert 2 * forward.workspace_words(blocks) >= forward.WORKSPACE_SUMS + forward.MOST_SUMS * blocks
+    notes = {forward.NOTE_COUNTED, forward.NOTE_DENOMINATOR, forward.NOTE_DONE}
+    assert len(notes) == 3
+    assert max(notes) + 4 <= _schedule.NOTE_BYTES
 
 
 def test_the_kernel_that_adds_up_weights_has_a_word_per_warp():

@@ -40,6 +40,7 @@ from ._device import (
     tree,
     unpack,
     wait,
+    warp_barrier,
     warp_reduce,
 )
 from ._schedule import VECTOR_BYTES, Schedule
@@ -55,23 +56,32 @@ from ._schedule import VECTOR_BYTES, Schedule
     DENOMINATOR_POINTER,
 ) = range(7)
 
-# The denominator is counted in slices: at most one a lane of a warp, and so many targets of each a thread at a time.
+# With the gradient, the denominator is counted in slices: at most one a lane of a warp, and so many targets of each a
+# thread at a time.
 MOST_SLICES = 32
 COUNT_UNROLL = 4
 # How often a block looks for slices that others count before it counts them itself. A look takes about a microsecond.
 LOOKS = 32
 
 # The workspace, in 32-bit words, is all 0 between launches: the slices' sums; the counters of slices and of blocks that
-# are done; and from a cache line of their own on the blocks' sums of losses, and of their z-loss parts.
+# are done; and from a cache line of their own on what the blocks add up: their losses, without a gradient their shares
+# of the denominator, and with statistics their z-loss parts.
 WORKSPACE_SLICES_DONE = MOST_SLICES
 WORKSPACE_BLOCKS_DONE = MOST_SLICES + 1
 WORKSPACE_SUMS = 64
+MOST_SUMS = 3
 SUMS_UNROLL = 8
+
+# What a block's threads tell one another, by its offset in the notes: whether all slices had been counted, what they
+# add up to, and how many blocks were done before.
+NOTE_COUNTED = 0
+NOTE_DENOMINATOR = 4
+NOTE_DONE = 8
 
 
 def workspace_words(blocks: int) -> int:
     """64-bit words of the workspace for a grid of that many blocks (clusters count as one)."""
-    return WORKSPACE_SUMS // 2 + blocks
+    return (WORKSPACE_SUMS + MOST_SUMS * blocks + 1) // 2
 
 
 class Operands(NamedTuple):
@@ -104,14 +114,19 @@ class Operands(NamedTuple):
 class Cursor(NamedTuple):
     """The chunk whose copies start next, in the streamed form: ``stages`` chunks ahead of the one that is summed.
 
-    ``target`` is its row's, ``coming_target`` that of the row after: loaded a row before it is asked for.
+    ``coming_target`` is that of the row after the cursor's: loaded a row before it is asked for. The rest is of the
+    cursor's row, as ``coming_row`` gives it.
     """
 
     row: Int32
     chunk: Int32
     stage: Int32
-    target: Int64
     coming_target: Int64
+    g_vectors: Int64
+    phase: Int32
+    vectors: Int32
+    low: Int32
+    high: Int32
 
 
 class CrossEntropyForward(CrossEntropyRows):
@@ -124,7 +139,8 @@ class CrossEntropyForward(CrossEntropyRows):
     The gradient needs the denominator before its first element is written. The first blocks count a slice of the
     targets each while their first rows are on the way; the others look for the result a bounded number of times and
     then count for themselves, so that no block waits for one that may not be running. Either way gives the same bits.
-    The sum of the losses is left to the block that is done last.
+    Without a gradient only the end needs it, and each block counts its own rows. The sum of the losses is left to the
+    block that is done last.
     """
 
     def __init__(
@@ -149,6 +165,11 @@ class CrossEntropyForward(CrossEntropyRows):
         self.smoothing = smoothing
         self.logits = logits
         self.stats = stats
+        # A block that has one row at a time has the row's loss in every thread.
+        self.one_row = self.groups == 1
+        # Such a block asks for the denominator when it has summed its first row. Of a cluster only the first block
+        # reports that it is done with the workspace, so there all have to have asked before.
+        self.asks_late = self.one_row and self.cluster == 1
 
     @cute.jit
     def __call__(
@@ -293,26 +314,30 @@ class CrossEntropyForward(CrossEntropyRows):
             logit_scale=logit_scale,
         )
         # The first copies come before everything that takes time, and before their targets are known.
+        target = self.load_target(g_target, first_row, first_row < rows, ignore_index)
         if cutlass.const_expr(self.gradient):
             self.start_rows(facts, it, s_slots, stage_bytes, first_row)
             self.fill_tails(s_slots, chunks, cols, first, self.lowest())
         else:
             cursor = self.start_chunks(facts, it, s_slots, first_row)
-        if cutlass.const_expr(self.scalar):
-            self.count_slice(facts, it)
         denominator = Float32(1.0)
         if cutlass.const_expr(self.gradient):
-            denominator = self.denominator(facts, it)
+            self.count_slice(facts, it)
+            if cutlass.const_expr(not self.asks_late):
+                denominator = self.denominator(facts, it)
         if cutlass.const_expr(self.cluster > 1):
             # A block must not write to the shared memory of one that has not started; and the first of a cluster,
             # which alone reports that it is done with the workspace, does so for all.
             cluster_barrier()
+        count = Float32(0.0)
         if cutlass.const_expr(self.gradient):
-            loss_sum, z_sum = self.held_rows(facts, it, s_slots, stage_bytes, first_row, denominator)
+            loss_sum, z_sum, denominator = self.held_rows(
+                facts, it, s_slots, stage_bytes, first_row, target, denominator
+            )
         else:
-            loss_sum, z_sum = self.streamed_rows(facts, it, s_slots, first_row, cursor)
+            loss_sum, z_sum, count = self.streamed_rows(facts, it, s_slots, first_row, target, cursor)
         if cutlass.const_expr(self.scalar):
-            self.finish_sum(facts, it, loss_sum, z_sum, denominator)
+            self.finish_sum(facts, it, loss_sum, z_sum, count, denominator)
 
     # Denominator
 
@@ -345,44 +370,57 @@ class CrossEntropyForward(CrossEntropyRows):
                 targets.append(self.load_target(it.g_target, row, row < it.rows, it.ignore_index))
             for u in cutlass.range_constexpr(COUNT_UNROLL):
                 target = targets[u]
-                row = Int64(start + u * step)
                 if target != it.ignore_index:
-                    value = Float32(1.0)
-                    if cutlass.const_expr(self.weighted):
-                        if it.denominator_kind == DENOMINATOR_WEIGHTS:
-                            value = load_float_below(
-                                facts.g_weight + target * 4, self.column(facts, target), facts.cols
-                            )
-                    if it.denominator_kind == DENOMINATOR_BYTES_32:
-                        value = Float32(load_integer(32, it.g_bytes + row * 4))
-                    if it.denominator_kind == DENOMINATOR_BYTES_64:
-                        value = Float32(load_integer(64, it.g_bytes + row * 8))
-                    total = total + value
+                    w_y = self.target_weight(facts.g_weight, self.column(facts, target), facts.cols)
+                    total = total + self.share_of_denominator(it, start + u * step, w_y)
         return self.sum_block(facts.s_scratch, thread, self.threads, total)
 
     @cute.jit
+    def share_of_denominator(self, it: Operands, row: Int32, w_y: Float32):
+        """What a row that is not ignored adds to a counted denominator."""
+        value = Float32(1.0)
+        if cutlass.const_expr(self.weighted):
+            if it.denominator_kind == DENOMINATOR_WEIGHTS:
+                value = w_y
+        if it.denominator_kind == DENOMINATOR_BYTES_32:
+            value = Float32(load_integer(32, it.g_bytes + Int64(row) * 4))
+        if it.denominator_kind == DENOMINATOR_BYTES_64:
+            value = Float32(load_integer(64, it.g_bytes + Int64(row) * 8))
+        return value
+
+    @cute.jit
     def denominator(self, facts: RowFacts, it: Operands):
-        """What the sum is divided by, the same for all threads of all blocks."""
+        """What the sum is divided by, the same for all threads of all blocks. Once a launch: its notes stay."""
         value = Float32(1.0)
         if self.counted(it):
             thread = cute.arch.thread_idx()[0]
-            if thread == 0:
+            s_notes = facts.s_scratch + self.notes
+            # One warp reads the workspace, and its first thread reports later that the block is done with it.
+            if thread < 32:
                 done = Int32(0)
-                for _ in cutlass.range(LOOKS, unroll=1):
-                    if done < it.slices:
-                        done = load_acquire(it.g_workspace + WORKSPACE_SLICES_DONE * 4)
-                store_shared_word(facts.s_scratch, done)
+                if thread == 0:
+                    for _ in cutlass.range(LOOKS, unroll=1):
+                        if done < it.slices:
+                            done = load_acquire(it.g_workspace + WORKSPACE_SLICES_DONE * 4)
+                warp_barrier()
+                total = warp_reduce(load_relaxed_below(it.g_workspace + Int64(thread) * 4, thread, it.slices), add)
+                if thread == 0:
+                    store_shared_word(s_notes + NOTE_COUNTED, Int32(done >= it.slices))
+                    store_element(Float32, s_notes + NOTE_DENOMINATOR, total, "shared")
             barrier()
-            done = load_shared_word(facts.s_scratch)
-            barrier()
-            lane = thread % 32
-            value = load_relaxed_below(it.g_workspace + Int64(lane) * 4, lane, it.slices)
-            if done < it.slices:
+            value = load_element(Float32, s_notes + NOTE_DENOMINATOR, "shared")
+            if load_shared_word(s_notes + NOTE_COUNTED) == 0:
+                value = Float32(0.0)
                 for number in cutlass.range(it.slices, unroll=1):
                     total = self.slice_sum(facts, it, number)
-                    if lane == number:
+                    if thread % 32 == number:
                         value = total
-            value = warp_reduce(value, add)
+                value = warp_reduce(value, add)
+        return self.or_given(it, value)
+
+    @cute.jit
+    def or_given(self, it: Operands, value: Float32):
+        """A denominator, or the one that the caller gave."""
         if it.denominator_kind == DENOMINATOR_VALUE:
             value = it.items
         if it.denominator_kind == DENOMINATOR_POINTER:
@@ -405,15 +443,17 @@ class CrossEntropyForward(CrossEntropyRows):
             commit()
 
     @cute.jit
-    def held_rows(self, facts: RowFacts, it: Operands, s_slots, stage_bytes, first_row, denominator):
-        """Sum each row, write its gradient, and let the next row's copies follow; the rows' losses, added up."""
+    def held_rows(self, facts: RowFacts, it: Operands, s_slots, stage_bytes, first_row, target, denominator):
+        """Sum each row, write its gradient, and let the next row's copies follow.
+
+        The rows' losses, added up, and the denominator.
+        """
         cols, chunks, first = facts.cols, facts.chunks, facts.first
         loss_sum = Float32(0.0)
         z_sum = Float32(0.0)
         parity = Int32(0)
         stage = Int32(0)
         scale = divide(it.logit_scale, denominator)
-        target = self.load_target(it.g_target, first_row, first_row < it.rows, it.ignore_index)
         for row in cutlass.range(first_row, it.rows, it.row_step, unroll=1):
             # Targets are loaded well before they are needed: this row's with the row before.
             coming_row = row + it.row_step
@@ -450,13 +490,16 @@ class CrossEntropyForward(CrossEntropyRows):
                     self.write_stats(row, target != it.ignore_index, y, index, it.g_prediction, it.g_correct)
             if first == 0:
                 store_float(it.g_lse + Int64(row) * 4, lse)
+            if cutlass.const_expr(self.asks_late):
+                if row == first_row:
+                    denominator = self.denominator(facts, it)
+                    scale = divide(it.logit_scale, denominator)
+            if cutlass.const_expr(self.one_row):
+                # Before the last gradient is written: to announce waits for what the thread has stored.
+                if coming_row >= it.rows:
+                    self.announce(facts, it, loss_sum, z_sum, Float32(0.0))
 
-            g_next, next_phase, next_vectors = self.span(it.g_logits, it.logits_stride, next_row, cols)
-            next_low, next_high = self.inside(g_next, next_vectors, it.g_logits, it.g_end)
-            if (next_row >= it.rows) | (not self.reads(next_target, it.ignore_index)):
-                next_low = Int32(0)
-                next_high = Int32(0)
-                next_vectors = Int32(0)
+            g_next, next_phase, next_vectors, next_low, next_high = self.coming_row(facts, it, next_row, next_target)
             if target != it.ignore_index:
                 self.write_gradient(
                     facts, s_row, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, highest,
@@ -471,7 +514,7 @@ class CrossEntropyForward(CrossEntropyRows):
             stage = stage + 1
             if stage == self.stages:
                 stage = Int32(0)
-        return loss_sum, z_sum
+        return loss_sum, z_sum, denominator
 
     # Rows that stream through shared memory
 
@@ -479,28 +522,21 @@ class CrossEntropyForward(CrossEntropyRows):
     def start_chunks(self, facts: RowFacts, it: Operands, s_slots, first_row):
         """Start the copies of the first chunks, of ignored rows too: to know would take as long as the copies do."""
         anything = it.ignore_index + Int64(1)
-        cursor = Cursor(first_row, Int32(0), Int32(0), anything, anything)
+        cursor = Cursor(first_row, Int32(0), Int32(0), anything, *self.coming_row(facts, it, first_row, anything))
         for _ in cutlass.range_constexpr(self.stages):
-            row, chunk, stage, target, coming_target = self.start_chunk(facts, it, s_slots, cursor)
-            cursor = Cursor(row, chunk, stage, anything, anything)
+            row, chunk, stage, _, *of_row = self.start_chunk(facts, it, s_slots, cursor)
+            cursor = Cursor(row, chunk, stage, anything, *of_row)
         row, row_after = cursor.row, cursor.row + it.row_step
-        return Cursor(
-            row,
-            cursor.chunk,
-            cursor.stage,
-            self.load_target(it.g_target, row, row < it.rows, it.ignore_index),
-            self.load_target(it.g_target, row_after, row_after < it.rows, it.ignore_index),
-        )
+        target = self.load_target(it.g_target, row, row < it.rows, it.ignore_index)
+        coming_target = self.load_target(it.g_target, row_after, row_after < it.rows, it.ignore_index)
+        return Cursor(row, cursor.chunk, cursor.stage, coming_target, *self.coming_row(facts, it, row, target))
 
     @cute.jit
     def start_chunk(self, facts: RowFacts, it: Operands, s_slots, cursor: Cursor):
-        """Start the copies of the chunk under the cursor, if there is one; move the cursor on."""
-        row, chunk, stage, target, coming_target = cursor
-        if (row < it.rows) & self.reads(target, it.ignore_index):
-            s_chunk = s_slots + stage * (self.unroll * self.row_threads * VECTOR_BYTES)
-            g_vectors, phase, vectors = self.span(it.g_logits, it.logits_stride, row, facts.cols)
-            low, high = self.inside(g_vectors, vectors, it.g_logits, it.g_end)
-            self.start_part(s_chunk, g_vectors, facts.first, chunk, phase, vectors, low, high, facts.cols)
+        """Start the copies of the chunk under the cursor, if there are any; move the cursor on."""
+        row, chunk, stage, coming_target, g_vectors, phase, vectors, low, high = cursor
+        s_chunk = s_slots + stage * (self.unroll * self.row_threads * VECTOR_BYTES)
+        self.start_part(s_chunk, g_vectors, facts.first, chunk, phase, vectors, low, high, facts.cols)
         commit()
         stage = stage + 1
         if stage == self.stages:
@@ -509,21 +545,30 @@ class CrossEntropyForward(CrossEntropyRows):
         if chunk == facts.chunks:
             chunk = Int32(0)
             row = row + it.row_step
-            target = coming_target
+            g_vectors, phase, vectors, low, high = self.coming_row(facts, it, row, coming_target)
             row_after = row + it.row_step
             coming_target = self.load_target(it.g_target, row_after, row_after < it.rows, it.ignore_index)
-        return row, chunk, stage, target, coming_target
+        return row, chunk, stage, coming_target, g_vectors, phase, vectors, low, high
 
     @cute.jit
-    def streamed_rows(self, facts: RowFacts, it: Operands, s_slots, first_row, cursor: Cursor):
-        """Sum each row chunk by chunk, and let the copies run ahead; the rows' losses, added up."""
-        ahead_row, ahead_chunk, ahead_stage, ahead_target, coming_target = cursor
+    def streamed_rows(self, facts: RowFacts, it: Operands, s_slots, first_row, target, cursor: Cursor):
+        """Sum each row chunk by chunk, and let the copies run ahead.
+
+        The rows' losses, added up, and what they add to the denominator.
+        """
+        (
+            ahead_row, ahead_chunk, ahead_stage, ahead_target,
+            ahead_vectors, ahead_phase, ahead_number, ahead_low, ahead_high,
+        ) = cursor  # fmt: skip
         loss_sum = Float32(0.0)
         z_sum = Float32(0.0)
+        count = Float32(0.0)
         parity = Int32(0)
         stage = Int32(0)
         for row in cutlass.range(first_row, it.rows, it.row_step, unroll=1):
-            target = self.load_target(it.g_target, row, row >= 0, it.ignore_index)
+            # Loaded well before it is needed: with the row before.
+            coming_row = row + it.row_step
+            coming_target = self.load_target(it.g_target, coming_row, coming_row < it.rows, it.ignore_index)
             g_vectors, phase, vectors = self.span(it.g_logits, it.logits_stride, row, facts.cols)
             y = self.column(facts, target)
             x_y = Float32(0.0)
@@ -547,9 +592,16 @@ class CrossEntropyForward(CrossEntropyRows):
                         facts, s_chunk, Int32(0), chunk, phase,
                         highest, total, x_sum, w_sum, key, index,
                     )  # fmt: skip
-                ahead_row, ahead_chunk, ahead_stage, ahead_target, coming_target = self.start_chunk(
-                    facts, it, s_slots, Cursor(ahead_row, ahead_chunk, ahead_stage, ahead_target, coming_target)
-                )
+                (
+                    ahead_row, ahead_chunk, ahead_stage, ahead_target,
+                    ahead_vectors, ahead_phase, ahead_number, ahead_low, ahead_high,
+                ) = self.start_chunk(
+                    facts, it, s_slots,
+                    Cursor(
+                        ahead_row, ahead_chunk, ahead_stage, ahead_target,
+                        ahead_vectors, ahead_phase, ahead_number, ahead_low, ahead_high,
+                    ),
+                )  # fmt: skip
                 stage = stage + 1
                 if stage == self.stages:
                     stage = Int32(0)
@@ -565,6 +617,9 @@ class CrossEntropyForward(CrossEntropyRows):
             if target == it.ignore_index:
                 loss = Float32(0.0)
                 z_part = Float32(0.0)
+            if cutlass.const_expr(self.scalar):
+                if target != it.ignore_index:
+                    count = count + self.share_of_denominator(it, row, w_y)
             loss_sum = loss_sum + loss
             z_sum = z_sum + z_part
             if facts.first == 0:
@@ -574,9 +629,24 @@ class CrossEntropyForward(CrossEntropyRows):
                     if cutlass.const_expr(self.stats):
                         store_float(it.g_z_loss + Int64(row) * 4, z_part)
                 self.write_stats(row, target != it.ignore_index, y, index, it.g_prediction, it.g_correct)
-        return loss_sum, z_sum
+            target = coming_target
+        return loss_sum, z_sum, count
 
     # Parts of a row
+
+    @cute.jit
+    def coming_row(self, facts: RowFacts, it: Operands, row, target):
+        """A row's first vector, elements of it before the row, number of vectors, and which to copy: [low, high).
+
+        None of them if there is no such row, or it is not looked at.
+        """
+        g_vectors, phase, vectors = self.span(it.g_logits, it.logits_stride, row, facts.cols)
+        low, high = self.inside(g_vectors, vectors, it.g_logits, it.g_end)
+        if (row >= it.rows) | (not self.reads(target, it.ignore_index)):
+            low = Int32(0)
+            high = Int32(0)
+            vectors = Int32(0)
+        return g_vectors, phase, vectors, low, high
 
     def reads(self, target, ignore_index):
         """Whether the logits of a row are looked at: an ignored row's only for its statistics."""
@@ -744,37 +814,55 @@ class CrossEntropyForward(CrossEntropyRows):
 
     # The sum over all rows
 
+    def sums_address(self, it, number):
+        """Where the blocks' sums of that number are: losses, shares of the denominator, z-loss parts."""
+        blocks = cute.arch.grid_dim()[0] // self.cluster
+        return it.g_workspace + (Int64(blocks) * number + WORKSPACE_SUMS) * 4
+
     @cute.jit
-    def finish_sum(self, facts: RowFacts, it: Operands, loss_sum, z_sum, denominator):
+    def announce(self, facts: RowFacts, it: Operands, loss_sum, z_sum, count):
+        """Store the block's sums, and note how many blocks had done so before."""
+        if (cute.arch.thread_idx()[0] == 0) & (facts.rank == 0):
+            here = Int64(cute.arch.block_idx()[0] // self.cluster) * 4
+            store_float(self.sums_address(it, 0) + here, loss_sum)
+            if cutlass.const_expr(not self.gradient):
+                store_float(self.sums_address(it, 1) + here, count)
+            if cutlass.const_expr(self.stats):
+                store_float(self.sums_address(it, 2) + here, z_sum)
+            done_before = exchange_add(it.g_workspace + WORKSPACE_BLOCKS_DONE * 4, Int32(1))
+            store_shared_word(facts.s_scratch + self.notes + NOTE_DONE, done_before)
+
+    @cute.jit
+    def finish_sum(self, facts: RowFacts, it: Operands, loss_sum, z_sum, count, denominator):
         """Add the blocks' sums: the block that is done last adds all of them, in the order of the blocks.
 
         No other needs the workspace by then, and it leaves all of it at 0.
         """
         thread = cute.arch.thread_idx()[0]
-        block = cute.arch.block_idx()[0] // self.cluster
         blocks = cute.arch.grid_dim()[0] // self.cluster
-        g_sums = it.g_workspace + WORKSPACE_SUMS * 4
-        # Every thread of a row has the row's loss: count it once.
-        if thread % self.row_threads != 0:
-            loss_sum = Float32(0.0)
-            z_sum = Float32(0.0)
-        if facts.rank == 0:
+        if cutlass.const_expr(not self.one_row):
+            # Every thread of a row has the row's loss: count it once.
+            if thread % self.row_threads != 0:
+                loss_sum = Float32(0.0)
+                z_sum = Float32(0.0)
+                count = Float32(0.0)
             barrier()
             loss_sum = self.sum_block(facts.s_scratch, thread, self.threads, loss_sum)
+            if cutlass.const_expr(not self.gradient):
+                count = self.sum_block(facts.s_scratch, thread, self.threads, count)
             if cutlass.const_expr(self.stats):
                 z_sum = self.sum_block(facts.s_scratch, thread, self.threads, z_sum)
-            if thread == 0:
-                store_float(g_sums + Int64(block) * 4, loss_sum)
-                if cutlass.const_expr(self.stats):
-                    store_float(g_sums + Int64(blocks + block) * 4, z_sum)
-                store_shared_word(facts.s_scratch, exchange_add(it.g_workspace + WORKSPACE_BLOCKS_DONE * 4, Int32(1)))
+        if cutlass.const_expr(not (self.one_row and self.gradient)):
+            self.announce(facts, it, loss_sum, z_sum, count)
+        if facts.rank == 0:
             barrier()
-            done_before = load_shared_word(facts.s_scratch)
-            barrier()
-            if done_before == blocks - 1:
+            if load_shared_word(facts.s_scratch + self.notes + NOTE_DONE) == blocks - 1:
+                loss = self.take_sums(facts, self.sums_address(it, 0), blocks, thread)
                 if cutlass.const_expr(not self.gradient):
-                    denominator = self.denominator(facts, it)
-                loss = self.sum_block(facts.s_scratch, thread, self.threads, self.take_sums(g_sums, blocks, thread))
+                    count = self.take_sums(facts, self.sums_address(it, 1), blocks, thread)
+                    if self.counted(it):
+                        denominator = count
+                    denominator = self.or_given(it, denominator)
                 # A block has at least as many threads.
                 if thread < WORKSPACE_SUMS:
                     store_word(it.g_workspace + Int64(thread) * 4, Int32(0))
@@ -783,18 +871,13 @@ class CrossEntropyForward(CrossEntropyRows):
                     if it.g_denominator != 0:
                         store_float(it.g_denominator, denominator)
                 if cutlass.const_expr(self.stats):
-                    z_part = self.sum_block(
-                        facts.s_scratch,
-                        thread,
-                        self.threads,
-                        self.take_sums(g_sums + Int64(blocks) * 4, blocks, thread),
-                    )
+                    z_part = self.take_sums(facts, self.sums_address(it, 2), blocks, thread)
                     if thread == 0:
                         store_float(it.g_z_loss, divide(z_part, denominator))
 
     @cute.jit
-    def take_sums(self, g_sums, blocks, thread):
-        """This thread's part of the sum of the blocks' sums, which it sets to 0."""
+    def take_sums(self, facts: RowFacts, g_sums, blocks, thread):
+        """The sum of the blocks' sums, the same for all threads; sets them to 0."""
         value = Float32(0.0)
         for start in cutlass.range(thread, blocks, self.threads * SUMS_UNROLL, unroll=1):
             sums = []
@@ -805,7 +888,7 @@ class CrossEntropyForward(CrossEntropyRows):
                 number = start + u * self.threads
                 store_word(g_sums + Int64(number) * 4, Int32(0), number < blocks)
             value = value + tree(sums, add)
-        return value
+        return self.sum_block(facts.s_scratch, thread, self.threads, value)
 
 
 def forward_arguments():

@@ -79,7 +79,7 @@ class CrossEntropyRows(StagedRows):
             total_classes=total_classes,
             z_loss=z_loss,
             confidence=Float32(1.0) - label_smoothing,
-            share=divide(label_smoothing, Float32(cols)),
+            share=divide(label_smoothing, Float32(cols)) if self.smoothing else Float32(0.0),
             inner=divide(logit_scale, softcap) if self.logits == "softcap" else logit_scale,
             limit=softcap,
             unit=logit_scale if linear else Float32(1.0),

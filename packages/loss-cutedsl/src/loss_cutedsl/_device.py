@@ -12,7 +12,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, cute
 
-from ._schedule import VECTOR_BYTES, Schedule, most_vectors
+from ._schedule import NOTE_BYTES, VECTOR_BYTES, Schedule, most_vectors
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -288,6 +288,10 @@ def barrier():
     ptx("bar.sync 0;")
 
 
+def warp_barrier():
+    ptx("bar.warp.sync -1;")
+
+
 def cluster_barrier():
     ptx("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
 
@@ -352,6 +356,7 @@ class StagedRows:
         self.warps = max(1, self.row_threads // 32)
         self.entry_bytes = 4 * entry_words
         self.scratch_bytes = schedule.scratch_bytes(entry_words)
+        self.notes = self.scratch_bytes - NOTE_BYTES
 
     def lowest(self):
         """A word of -inf elements."""
@@ -439,9 +444,13 @@ class StagedRows:
             if cutlass.const_expr(self.ragged):
                 wanted = wanted & (vector >= low)
             copy_async(self.slot(s_chunk, u), g_vectors + Int64(vector) * VECTOR_BYTES, wanted)
-            if cutlass.const_expr(self.ragged):
-                if (vector < low) | ((vector >= high) & (vector < vectors)):
-                    self.copy_elements(self.slot(s_chunk, u), g_vectors, vector, phase, cols)
+        if cutlass.const_expr(self.ragged):
+            # Only the tensor's first and last rows have vectors that reach beyond its memory.
+            if (low > 0) | (high < vectors):
+                for u in cutlass.range_constexpr(self.unroll):
+                    vector = self.vector(first, chunk * self.unroll + u)
+                    if (vector < low) | ((vector >= high) & (vector < vectors)):
+                        self.copy_elements(self.slot(s_chunk, u), g_vectors, vector, phase, cols)
 
     @cute.jit
     def copy_edges(self, s_slots, g_vectors, first, phase, vectors, low, high, cols):

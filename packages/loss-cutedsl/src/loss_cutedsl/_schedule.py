@@ -18,6 +18,9 @@ from typing import NamedTuple
 
 VECTOR_BYTES = 16
 
+# Shared memory behind what the reductions use, for words that a block's threads tell one another; see ``StagedRows``.
+NOTE_BYTES = 16
+
 # Row numbers and columns are 32-bit in the kernels; offsets are not.
 LARGEST = 2**31 - 2**16
 
@@ -47,9 +50,9 @@ class Schedule(NamedTuple):
     blocks: int
 
     def scratch_bytes(self, entry_words: int) -> int:
-        """Shared memory for reductions: two halves, an entry per warp of the row; at least a word per warp."""
+        """Shared memory for reductions: two halves, an entry per warp of the row; at least a word per warp; notes."""
         entries = max(1, self.row_threads // 32) * self.cluster
-        needed = max(2 * entries * 4 * entry_words, 8 * (self.threads // 32) + 16)
+        needed = max(2 * entries * 4 * entry_words, 4 * (self.threads // 32)) + NOTE_BYTES
         return -(-needed // 128) * 128
 
     def chunks(self, vectors: int) -> int:
