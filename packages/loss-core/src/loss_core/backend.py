@@ -68,8 +68,8 @@ it is 1. ``grad`` may be ``logits``.
 A vocabulary that is spread over several devices, each with a shard of the classes: ``options.total_classes`` is then
 the number of all, ``options.first_class`` that of the shard's first, and targets count from the first of all. The
 forward, for ``"none"`` alone, gives the shard's own lse, and as loss ``-x[target]``, or 0 where the target is in
-another shard; the logsumexp of the lse over the shards plus the sum of these is the row's loss. The backward takes the whole
-lse, and a denominator or none, and leaves the target's part of the gradient to the target's shard.
+another shard; the logsumexp of the lse over the shards plus the sum of these is the row's loss. The backward takes
+the whole lse, and a denominator or none, and leaves the target's part of the gradient to the target's shard.
 A target outside [0, total_classes) gives NaN in every shard. Weights, smoothing and statistics do not go with this,
 nor does z_loss with the forward: ``refuse_shard`` says so. A backend may refuse shards altogether.
 
