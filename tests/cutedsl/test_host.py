@@ -209,9 +209,9 @@ def shard_options(**changes):
     ("changes", "weighted", "stats", "word"),
     [
         ({"reduction": "mean"}, False, False, "mean"),
-        ({"z_loss": 0.1}, False, False, "z-loss"),
+        ({"z_loss": 0.1}, False, False, "z_loss"),
         ({"label_smoothing": 0.1}, False, False, "smoothing"),
-        ({}, True, False, "weights"),
+        ({}, True, False, "weight"),
         ({}, False, True, "statistics"),
     ],
 )

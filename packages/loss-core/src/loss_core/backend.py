@@ -145,7 +145,7 @@ class CrossEntropyOptions(NamedTuple):
     total_classes: int | None = None
 
 
-def refuse_shard(weight: Tensor | None, options: CrossEntropyOptions, *, stats: bool, forward: bool) -> None:
+def refuse_shard(weight: object, options: CrossEntropyOptions, *, stats: bool, forward: bool) -> None:
     """Raise UnsupportedInput for what a shard of the vocabulary cannot know of the others."""
     if options.total_classes is None:
         return

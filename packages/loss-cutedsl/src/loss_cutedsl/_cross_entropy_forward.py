@@ -156,6 +156,7 @@ class CrossEntropyForward(CrossEntropyRows):
         smoothing: bool,
         logits: str,
         stats: bool,
+        shard: bool,
     ):
         super().__init__(dtype, schedule, ragged, ENTRY_WORDS)
         self.target_bits = target_bits
@@ -165,6 +166,7 @@ class CrossEntropyForward(CrossEntropyRows):
         self.smoothing = smoothing
         self.logits = logits
         self.stats = stats
+        self.shard = shard
         # A block that has one row at a time has the row's loss in every thread.
         self.one_row = self.groups == 1
         # Such a block asks for the denominator when it has summed its first row. Of a cluster only the first block

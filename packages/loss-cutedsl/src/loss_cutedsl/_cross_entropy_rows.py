@@ -105,13 +105,16 @@ class CrossEntropyRows(StagedRows):
     def row_loss(self, facts, target, y, x_y, w_y, highest, total, x_sum, w_sum):
         """Loss, its z-loss part, lse, and the factor of the probabilities in the gradient.
 
-        A target of another shard gives lse as loss; one that is no class gives NaN for loss and factor.
+        In a shard of the vocabulary the loss is the target's negative logit, or 0 where another shard has it. A target
+        that is no class gives NaN for loss and factor.
         """
         log_total = log2(total) * Float32(LN2)
         lse = fma(highest, facts.unit, log_total)
         push = facts.confidence * w_y
+        if self.shard:
+            loss = select_below(y, facts.cols, Float32(0.0) - self.value(facts, x_y, y) * facts.unit, Float32(0.0))
+            return self.or_nan(facts, target, loss), Float32(0.0), lse, push
         loss = push * (log_total - (self.value(facts, x_y, y) - highest) * facts.unit)
-        loss = select_below(y, facts.cols, loss, lse)
         pull = push
         if self.smoothing:
             loss = fma(facts.share, fma(w_sum, lse, Float32(0.0) - x_sum * facts.unit), loss)

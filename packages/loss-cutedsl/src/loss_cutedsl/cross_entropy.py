@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 from loss_core.backend import CrossEntropyForward as ForwardResult
-from loss_core.backend import UnsupportedInput
+from loss_core.backend import UnsupportedInput, refuse_shard
 from loss_core.memory import empty, zeroed_words
 
 from . import _schedule
@@ -203,8 +203,7 @@ def run_forward(
 @functools.lru_cache(MOST_PLANS)
 def _forward_plan(index, dtype, cols, ragged, target_dtype, gradient, weighted, byte_dtype, stats, options):
     _require(dtype, cols, target_dtype)
-    if total_classes(options) is not None:
-        _require_shard(options, weighted, stats)
+    refuse_shard(weighted or None, options, stats=stats, forward=True)
     machine = machine_of(index)
     vectors = most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged)
     schedule = None
@@ -230,6 +229,7 @@ def make_forward_plan(
         "smoothing": options.label_smoothing != 0.0,
         "logits": _logits_kind(options),
         "stats": stats,
+        "shard": options.total_classes is not None,
     }
     launch = compiled(
         CrossEntropyForward,
@@ -269,18 +269,13 @@ def _logits_kind(options):
     return "linear" if options.logit_scale > 0 else "scaled"
 
 
-def total_classes(options):
-    """The classes of the whole vocabulary where the logits are a shard of it, else None."""
-    return getattr(options, "total_classes", None)
-
-
 def _numbers(options, cols):
     """The options that kernels take as numbers, in the order of their last arguments."""
-    total = total_classes(options)
+    total = options.total_classes
     softcap = options.softcap
     return (
         options.ignore_index,
-        0 if total is None else options.first_class,
+        options.first_class,
         cols if total is None else total,
         float(options.label_smoothing),
         float(options.z_loss),
@@ -296,19 +291,6 @@ def _require(dtype, cols, target_dtype):
         raise UnsupportedInput(f"cutedsl: 1 to {LARGEST} classes expected, got {cols}")
     if target_dtype not in TARGET_BITS:
         raise UnsupportedInput(f"cutedsl: targets of int64, int32 or uint8 expected, got {target_dtype}")
-
-
-def _require_shard(options, weighted, stats):
-    """Refuse what a forward cannot know from one shard of the vocabulary."""
-    for refused, what in (
-        (options.reduction != "none", f"reduction {options.reduction!r}"),
-        (weighted, "class weights"),
-        (options.label_smoothing != 0.0, "label smoothing"),
-        (options.z_loss != 0.0, "z-loss"),
-        (stats, "statistics"),
-    ):
-        if refused:
-            raise UnsupportedInput(f"cutedsl: the loss of a vocabulary shard has no {what}")
 
 
 def _empty_forward(device, num_items, reduction, stats):
@@ -379,8 +361,7 @@ def backward(grad_loss, logits, target, weight, lse, denominator, options, *, gr
 @functools.lru_cache(MOST_PLANS)
 def _backward_plan(index, dtype, cols, ragged, target_dtype, weighted, options):
     _require(dtype, cols, target_dtype)
-    if total_classes(options) is not None and (weighted or options.label_smoothing != 0.0):
-        raise UnsupportedInput("cutedsl: the gradient of a vocabulary shard has no class weights or label smoothing")
+    refuse_shard(weighted or None, options, stats=False, forward=False)
     machine = machine_of(index)
     schedule = _schedule.direct(machine, most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged))
     return make_backward_plan(machine, dtype, cols, schedule, ragged, target_dtype, weighted, options)
