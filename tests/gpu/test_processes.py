@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.plugins import run_python
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("device")]
+pytestmark = pytest.mark.gpu
 
 # The op is the first thing that the process asks of the device.
 PROGRAM = """
@@ -22,6 +22,7 @@ def files(folder):
     return {path.relative_to(folder): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.xdist_group("device")
 def test_processes_that_start_at_once_share_an_empty_cache(backend, tmp_path):
     def start(_):
         return run_python(

@@ -33,15 +33,15 @@ def _schedule(vector: int, warps: int, block: int, hold: int) -> Schedule:
 # Rows up to `classes` wide: (classes, warps, rounds of a block, rounds held), for 2-byte and for 4-byte elements.
 # Read off sweeps on an H200 and an H100 (triton 3.6; docs/tuning.md): narrow rows are held whole; wide ones want every
 # lane to have several vectors in flight, and all rows in flight together to stay within the L2 cache, so the widest get
-# a processor to themselves. Swept: 8192, 16384, 32000, 50257, 128256 and 151936 of 2 bytes, 32768 of 4; the rest is by
-# analogy.
+# a processor to themselves. Swept: 2048, 4096, 8192, 16384, 32000, 50257, 128256 and 151936 of 2 bytes, 32768 of 4; the
+# rest is by analogy.
 _FORWARD = {
-    2: ((512, 1, 1, 2), (1024, 2, 1, 2), (2048, 4, 1, 2), (8192, 8, 2, 2), (None, 8, 4, 4)),
+    2: ((512, 1, 1, 2), (1024, 2, 1, 2), (2048, 4, 1, 2), (4096, 4, 1, 4), (8192, 8, 2, 2), (None, 8, 4, 4)),
     4: ((256, 1, 1, 2), (512, 2, 1, 2), (1024, 4, 1, 2), (8192, 8, 2, 2), (None, 16, 2, 2)),
 }
 _GRADIENT = {
     2: (
-        (256, 1, 1, 1), (512, 1, 1, 2), (1024, 1, 1, 4), (2048, 2, 1, 4), (4096, 4, 1, 4), (8192, 4, 2, 4),
+        (256, 1, 1, 1), (512, 1, 1, 2), (1024, 1, 1, 4), (2048, 4, 1, 2), (4096, 4, 1, 4), (8192, 4, 2, 4),
         (16384, 8, 2, 2), (32768, 8, 4, 4), (65536, 16, 2, 2), (None, 32, 2, 2),
     ),
     4: (
