@@ -179,9 +179,13 @@ def _judge_cross_entropy(case: Case, result: _Result) -> tuple[float, float, _Er
 
 def _allowed(case: Case, terms: Tensor) -> Tensor:
     """The error that each element may have; `terms` (the size of what it is made of) is used up."""
-    info = torch.finfo(case.torch_dtype)
     # An element below the smallest number of the dtype is rounded to 0 or to that number.
-    return terms.mul_(_BUDGET[case.torch_dtype]).add_(2 * info.smallest_normal * info.eps)
+    return terms.mul_(_BUDGET[case.torch_dtype]).add_(2 * _smallest(case))
+
+
+def _smallest(case: Case) -> float:
+    info = torch.finfo(case.torch_dtype)
+    return info.smallest_normal * info.eps
 
 
 def _loss_error(case: Case, row_losses: Tensor, output: Tensor, denominator: float) -> tuple[float, float]:
@@ -203,6 +207,11 @@ def _judge_softmax(case: Case, result: _Result) -> tuple[float, float, _Errors |
         forward.add(result.output[rows], want, _allowed(case, terms))
         if result.gradient is not None:
             assert isinstance(result.upstream, Tensor)
-            want, terms = softmax_gradient(case, want, result.upstream[rows].double())
-            backward.add(result.gradient[rows], want, _allowed(case, terms))
+            outer = result.upstream[rows].double()
+            want, terms = softmax_gradient(case, want, outer)
+            allowed = _allowed(case, terms)
+            if case.op == "softmax":
+                # It is made of the rounded output, whose small probabilities have the dtype's smallest spacing.
+                allowed += outer.abs().add_(1.0).mul_(_smallest(case))
+            backward.add(result.gradient[rows], want, allowed)
     return forward.relative, forward.worst, backward if result.gradient is not None else None
