@@ -48,7 +48,7 @@ def cross_entropy_forward(
     lse = torch.empty_like(loss)
     prediction = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device) if stats else None
     for rows in pieces(logits):
-        scaled = logits[rows].to(dtype) * options.logit_scale
+        scaled = _scaled(logits[rows].to(dtype), options.logit_scale)
         if prediction is not None:
             prediction[rows] = scaled.argmax(-1)
         x = _capped(scaled, options.softcap)
@@ -83,9 +83,9 @@ def cross_entropy_backward(
     factor = grad_loss.reshape(-1)
     factor = (factor if denominator is None else factor / denominator).expand(logits.shape[0])
     for rows in pieces(logits):
-        x = _capped(logits[rows].to(dtype) * options.logit_scale, options.softcap)
+        x = _capped(_scaled(logits[rows].to(dtype), options.logit_scale), options.softcap)
         piece = _Targets(*(of[rows] for of in targets))
-        grad[rows] = _row_gradient(x, lse[rows], piece, weight, options, factor[rows].unsqueeze(-1))
+        grad[rows] = _row_gradient(x, lse[rows], piece, weight, options, factor[rows])
 
 
 def cross_entropy_probabilities(
@@ -146,6 +146,10 @@ def _denominator(
     return torch.where(targets.live, counted, 0).sum().to(dtype).reshape(1)
 
 
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1 else x * scale
+
+
 def _capped(x: Tensor, softcap: float | None) -> Tensor:
     return x if softcap is None else softcap * torch.tanh(x / softcap)
 
@@ -174,21 +178,24 @@ def _row_loss(x: Tensor, lse: Tensor, targets: _Targets, weight: Tensor | None, 
 def _row_gradient(
     x: Tensor, lse: Tensor, targets: _Targets, weight: Tensor | None, options: CrossEntropyOptions, factor: Tensor
 ) -> Tensor:
-    """The gradient with respect to the logits before scale and cap, times `factor`; in x's dtype."""
+    """The gradient with respect to the logits before scale and cap, times `factor`: one, or one a row. In x's dtype."""
+    # Factors of a row go to its few terms, for every pass over x counts.
+    factor = factor * options.logit_scale
     of_target = (1 - options.label_smoothing) * targets.weight
     of_each = options.label_smoothing / x.shape[-1]
     whole = x.shape[-1] if weight is None else weight.sum()
-    of_softmax = of_target + of_each * whole + 2 * options.z_loss * lse
+    of_softmax = (of_target + of_each * whole + 2 * options.z_loss * lse) * factor
     # Relative to the maximum, which loses nothing to the rounding of a large lse; in a shard lse is that of all shards.
     softmax = torch.softmax(x, -1) if options.total_classes is None else torch.exp(x - lse.unsqueeze(-1))
     grad = softmax.mul_(of_softmax.unsqueeze(-1))
     if of_each > 0:
-        grad -= of_each if weight is None else of_each * weight
-    grad.scatter_add_(-1, targets.index.unsqueeze(-1), torch.where(targets.here, -of_target, 0).unsqueeze(-1))
+        of_class = torch.ones((), dtype=x.dtype, device=x.device) if weight is None else weight
+        grad -= of_each * of_class * factor.unsqueeze(-1)
+    of_target = torch.where(targets.here, -of_target * factor, 0)
+    grad.scatter_add_(-1, targets.index.unsqueeze(-1), of_target.unsqueeze(-1))
     if options.softcap is not None:
         grad *= 1 - (x / options.softcap) ** 2
-    grad *= factor * options.logit_scale
-    return torch.where(targets.live.unsqueeze(-1), grad, 0)
+    return grad.masked_fill_(~targets.live.unsqueeze(-1), 0)
 
 
 class _Probabilities(torch.autograd.Function):
@@ -233,6 +240,6 @@ def _piece(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x, lse (rows, 1), and the weighted smoothed probabilities of some rows, in the accumulation dtype."""
     dtype = accumulation_dtype(logits.dtype)
-    x = _capped(logits.to(dtype) * options.logit_scale, options.softcap)
+    x = _capped(_scaled(logits.to(dtype), options.logit_scale), options.softcap)
     mass = (1 - options.label_smoothing) * target.to(dtype) + options.label_smoothing / x.shape[-1]
     return x, _lse(x).unsqueeze(-1), mass if weight is None else mass * weight
