@@ -56,8 +56,27 @@ def test_a_failure_costs_its_own_task_alone(install_backend):
     )
     words = ["warm", "--shape", "4x10,4x11,4x12", "-b", "deadly", "--jobs", "2", "--time-limit", "20"]
     result = CliRunner().invoke(app, [*words, "--device", "cpu"])
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output
+    assert result.stdout.count("did not compile: deadly") == 3
     assert "its process ended with exit status 7" in result.output
     assert "no luck" in result.output
     assert "no sign of life for 20 s" in result.output
     assert "1 of 4 compiled" in result.output
+
+
+def test_a_refusal_is_no_failure_and_quiet_still_names_failures(install_backend):
+    install_backend(
+        "picky", SIGNATURE + "    from loss_core import UnsupportedInput\n    raise UnsupportedInput('no')\n"
+    )
+    install_backend("absent", "def unavailable_reason(device):\n    return 'not here'\n" + SIGNATURE + "    ...\n")
+    install_backend("broken", SIGNATURE + "    raise RuntimeError('no valid IR')\n")
+    words = ["warm", "--shape", "64x512", "--jobs", "1", "--device", "cpu", "--quiet", "-b"]
+    refused = CliRunner().invoke(app, [*words, "picky,absent"])
+    assert refused.exit_code == 0, refused.output
+    assert "0 of 2 compiled" in refused.stdout
+    assert "did not compile" not in refused.output
+    failed = CliRunner().invoke(app, [*words, "picky,broken"])
+    assert failed.exit_code == 1, failed.output
+    (line,) = (line for line in failed.stdout.splitlines() if "did not compile" in line)
+    assert line.startswith("did not compile: broken")
+    assert line.endswith("RuntimeError: no valid IR")

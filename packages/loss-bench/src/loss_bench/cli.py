@@ -286,8 +286,8 @@ def warm(
 ) -> None:
     """Compile every kernel of a run ahead of time, in several processes, into the compilers' caches on disk.
 
-    Takes those arguments of [bold]run[/] that decide what is compiled. Nothing is timed, and what fails here fails
-    again in the run, with its reason.
+    Takes those arguments of [bold]run[/] that decide what is compiled. Nothing is timed. What fails here fails again in
+    the run; it is named at the end and makes the exit status 1. A backend that refuses a case does not.
 
     For example:
 
@@ -312,8 +312,13 @@ def warm(
         f"{len(outcomes) - failed} of {len(tasks)} compiled in {time.monotonic() - begin:.0f} s ({spent})",
         highlight=False,
     )
+    broken = compiling.broken(outcomes)
+    for line in broken:
+        make_console().print(f"[red]did not compile:[/] {escape(line)}", highlight=False)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
+    if broken:
+        raise typer.Exit(1)
 
 
 @app.command("accuracy")

@@ -18,6 +18,7 @@ from loss_bench.cases import Case
 from loss_bench.inputs import random_inputs
 from loss_bench.measure import PassWork, synchronize
 from loss_bench.processes import Done, Tell
+from loss_bench.results import FAILURES
 from loss_bench.runner import TINY_CLASSES, TINY_ROWS
 
 # Kernels that take any number of rows are compiled on few, so that N processes fit on the device.
@@ -48,6 +49,12 @@ def seconds_by_backend(outcomes: Iterable[Done[CompileTask, None]]) -> dict[str,
     for outcome in outcomes:
         found[outcome.task.backend] = found.get(outcome.task.backend, 0.0) + outcome.seconds
     return found
+
+
+def broken(outcomes: Iterable[Done[CompileTask, None]]) -> list[str]:
+    """What should have compiled and did not, with the reason; a refusal of a case or of the machine is no failure."""
+    failed = ((outcome.task, outcome.failure) for outcome in outcomes if outcome.failure is not None)
+    return [f"{task}: {status}: {reason}" for task, (status, reason) in failed if status in FAILURES]
 
 
 def compile_case(task: CompileTask, device: torch.device, tell: Tell) -> None:
