@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -60,7 +64,7 @@ class FakeExecutor:
         self.losses = list(losses)
         self.calls, self.seconds = [], []
 
-    def run_case(self, case, excluded, seconds=None):
+    def run_case(self, case, excluded, seconds=None, keep=None):
         self.seconds.append(seconds)
         self.calls.append((case.classes, sorted(excluded)))
         loss = self.losses.pop(0) if self.losses else None
@@ -124,7 +128,11 @@ def test_resuming_takes_over_whole_cases_only():
     assert len(report.rows) == 6
 
 
-@pytest.mark.parametrize("stale", [{"version": "0"}, {"status": "unavailable"}], ids=["version", "installed since"])
+@pytest.mark.parametrize(
+    "stale",
+    [{"version": "0"}, {"status": "unavailable"}, {"interrupted": True}],
+    ids=["version", "installed since", "interrupted"],
+)
 def test_resuming_measures_again_what_no_longer_holds(stale):
     first = Session(FakeExecutor(), PLAN, CASES).run()
     first.rows[1] = dataclasses.replace(first.rows[1], **stale)
@@ -189,3 +197,42 @@ def test_ctrl_c_keeps_the_finished_cases(install_backend, tmp_path):
     result = CliRunner().invoke(app, [*words, "--in-process", "--device", "cpu", "--json", str(path)])
     assert result.exit_code == 130
     assert [row.classes for row in read_report(path).rows] == [10]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupted_process_keeps_the_finished_passes_of_its_case(install_backend, tmp_path, monkeypatch, number):
+    install_backend(
+        "sleepy",
+        """
+        def cross_entropy(logits, target, weight, byte_lengths, num_items, options):
+            import os, time
+            if not torch.is_grad_enabled():
+                time.sleep(float(os.environ["NAP_S"]))
+            return F.cross_entropy(logits, target, ignore_index=options.ignore_index)
+        """,
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    path = tmp_path / "r.json"
+    words = ["run", "--shape", "4x10", "-b", "torch-nn,sleepy", "--pass", "forward,no-grad", "--iters", "3"]
+    words += ["--device", "cpu", "--json", str(path)]
+
+    monkeypatch.setenv("NAP_S", "1")
+    program = [sys.executable, "-m", "loss_bench", *words]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        next(line for line in process.stderr if "no-grad: sleepy" in line)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "the run ended within this case" in output
+    kept = read_report(path).rows
+    assert [(row.backend, row.pass_, row.status) for row in kept] == [
+        ("torch-nn", "forward", "ok"), ("sleepy", "forward", "ok"),
+    ]  # fmt: skip
+    assert all(row.interrupted and row.median_ms > 0 and row.speedup > 0 for row in kept)
+
+    monkeypatch.setenv("NAP_S", "0")
+    resumed = CliRunner().invoke(app, [*words, "--in-process", "--quiet", "--resume", str(path)])
+    assert resumed.exit_code == 0, resumed.output
+    found = read_report(path).rows
+    assert len(found) == 4
+    assert not any(row.interrupted for row in found)

@@ -103,7 +103,7 @@ def groups(report: Report) -> list[tuple[str, list[Row]]]:
 def explanation(row: Row) -> str:
     """What stands in place of the numbers of a row that has none, or beside those that need a word."""
     if row.status == "ok":
-        return row.note
+        return "; ".join(filter(None, (row.note, "the run ended within this case" if row.interrupted else "")))
     text = row.reason if row.status == "unsupported" else f"{row.status}: {row.reason}"
     if row.status == "wrong":
         text += f" (error {_error(row)})"

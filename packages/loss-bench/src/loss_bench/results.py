@@ -75,6 +75,7 @@ class Row:
         peak_mib: memory beyond the inputs.
         speedup: the baseline's median over this one.
         loss_error, grad_error: relative to float64.
+        interrupted: whether the run ended before the other passes of the case and the look at the clocks after them.
     """
 
     op: str
@@ -106,6 +107,7 @@ class Row:
     speedup: float | None = None
     loss_error: float | None = None
     grad_error: float | None = None
+    interrupted: bool = False
 
     @property
     def case_key(self) -> tuple[str, int, int, str, str]:

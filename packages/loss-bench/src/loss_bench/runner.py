@@ -47,6 +47,13 @@ Announce = Callable[[str, "str | None"], None]
 Failure = tuple[str, str]
 """(status, reason) of ``results.Row``."""
 
+Keep = Callable[[list[Row]], None]
+"""Takes the rows of a case that are finished while others are still to come."""
+
+
+def keep_nothing(rows: list[Row]) -> None:
+    """A ``Keep`` for those who wait for the whole case."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -154,10 +161,17 @@ class CaseRunner:
     def close(self) -> None:
         """Nothing is held but memory."""
 
-    def run_case(self, case: Case, excluded: Mapping[str, Failure], seconds: float | None = None) -> list[Row]:
+    def run_case(
+        self,
+        case: Case,
+        excluded: Mapping[str, Failure],
+        seconds: float | None = None,
+        keep: Keep = keep_nothing,
+    ) -> list[Row]:
         """The rows of `case`; a backend that is `excluded` is not run and has that recorded.
 
         If `seconds` is given, there are as few iterations as it takes to keep to them. The checks are never cut.
+        `keep` is given the rows of those that cannot take part, and of each pass once it is timed.
 
         Raises:
             BackendLostError: if a backend left the GPU's context unusable. This process can then run nothing more.
@@ -187,11 +201,14 @@ class CaseRunner:
         if seconds is not None:
             left = max(0.0, seconds - (time.monotonic() - begin))
             self._pass_ms = _TIMED_SHARE * left * 1e3 / max(1, len(contestants) * len(self._plan.passes))
+        keep(rows)
         for pass_ in self._plan.passes:
-            rows += self._time_pass(case, pass_, contestants)
+            timed = self._time_pass(case, pass_, contestants)
+            add_speedups(timed, BASELINE)
+            keep(timed)
+            rows += timed
         self._release()
         self._note_drift(rows)
-        add_speedups(rows, BASELINE)
         return rows
 
     def _note_drift(self, rows: list[Row]) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from loss_bench.calls import BackendRow
 from loss_bench.cases import Case
 from loss_bench.processes import MOST_LOSSES, not_again
 from loss_bench.results import Report, Row, new_row
-from loss_bench.runner import BASELINE, BackendLostError, Failure, Plan
+from loss_bench.runner import BASELINE, BackendLostError, Failure, Keep, Plan, keep_nothing
 
 
 class Executor(Protocol):
@@ -22,8 +22,14 @@ class Executor(Protocol):
     backends: list[BackendRow]
     ceilings: dict[str, float]
 
-    def run_case(self, case: Case, excluded: Mapping[str, Failure], seconds: float | None = None) -> list[Row]:
-        """The rows of `case`, in about `seconds`."""
+    def run_case(
+        self,
+        case: Case,
+        excluded: Mapping[str, Failure],
+        seconds: float | None = None,
+        keep: Keep = keep_nothing,
+    ) -> list[Row]:
+        """The rows of `case`, in about `seconds`; `keep` is given those that are finished before the others."""
         ...
 
     def close(self) -> None:
@@ -33,6 +39,8 @@ class Executor(Protocol):
 
 class Session:
     """Runs cases and keeps their ``report``, which is whole after each of them.
+
+    In between it holds the finished rows of the case in hand too, as ``interrupted``, for whoever ends the run there.
 
     Args:
         executor: what runs a case.
@@ -71,7 +79,8 @@ class Session:
         self.report.backends = [asdict(backend) for backend in executor.backends]
         self.report.settings = {**_settings(plan), "baseline": BASELINE}
         self._earlier = self._fitting(earlier)
-        self.report.rows = list(self._earlier.values())
+        self._found: dict[tuple[object, ...], Row] = {}
+        self._add([])
 
     def _fitting(self, earlier: Report | None) -> dict[tuple[object, ...], Row]:
         if earlier is None:
@@ -83,13 +92,19 @@ class Session:
 
     def run(self) -> Report:
         """Measure what is not there yet."""
-        found: dict[tuple[object, ...], Row] = {}
         for done, case in enumerate(self._cases):
             rows = self._taken_over(case) or self._measured(case, len(self._cases) - done)
-            found |= {row.key: row for row in rows}
-            self.report.rows = [*found.values(), *(row for key, row in self._earlier.items() if key not in found)]
+            self._add(rows)
             self._after_case(done + 1, self.report)
         return self.report
+
+    def _add(self, rows: Sequence[Row]) -> None:
+        self._found |= {row.key: row for row in rows}
+        others = (row for key, row in self._earlier.items() if key not in self._found)
+        self.report.rows = [*self._found.values(), *others]
+
+    def _add_unfinished(self, rows: Sequence[Row]) -> None:
+        self._add([replace(row, interrupted=True) for row in rows])
 
     def _blank_rows(self, case: Case) -> list[Row]:
         device = self.report.environment["device"]
@@ -102,10 +117,13 @@ class Session:
         return held if len(held) == len(rows) else []
 
     def _holds(self, row: Row) -> bool:
-        """Whether a new measurement would be of the same thing: another version, or one that can run now, is not."""
+        """Whether a new measurement would be of the same thing: another version, or one that can run now, is not.
+
+        A row of an interrupted case never does: its case is measured again as a whole.
+        """
         backend = next(backend for backend in self._executor.backends if backend.name == row.backend)
         came = row.status == "unavailable" and backend.available
-        return row.version == backend.version and not came
+        return row.version == backend.version and not came and not row.interrupted
 
     def _measured(self, case: Case, cases_left: int) -> list[Row]:
         excluded: dict[str, Failure] = {
@@ -114,7 +132,7 @@ class Session:
         # Each turn of the loop but the last loses one backend.
         for _ in range(len(self._executor.backends) + 1):
             try:
-                return self._executor.run_case(case, excluded, self._seconds(cases_left))
+                return self._executor.run_case(case, excluded, self._seconds(cases_left), self._add_unfinished)
             except BackendLostError as error:
                 if error.backend is None or error.backend in excluded:
                     return self._all_failed(case, excluded, error.failure)

@@ -17,7 +17,7 @@ import torch
 from loss_bench.cases import Case
 from loss_bench.processes import Child, one_triton_cache
 from loss_bench.results import Row
-from loss_bench.runner import Announce, BackendLostError, CaseRunner, Failure, Plan, first_line
+from loss_bench.runner import Announce, BackendLostError, CaseRunner, Failure, Keep, Plan, first_line, keep_nothing
 
 
 class WorkerError(RuntimeError):
@@ -64,7 +64,13 @@ class Worker:
         self.environment, self.backends, self.ceilings = hello
         return child
 
-    def run_case(self, case: Case, excluded: Mapping[str, Failure], seconds: float | None = None) -> list[Row]:
+    def run_case(
+        self,
+        case: Case,
+        excluded: Mapping[str, Failure],
+        seconds: float | None = None,
+        keep: Keep = keep_nothing,
+    ) -> list[Row]:
         """The rows of `case`; see ``CaseRunner.run_case``.
 
         Raises:
@@ -72,10 +78,10 @@ class Worker:
         """
         child = self._child or self._start()
         child.connection.send((case, dict(excluded), seconds))
-        return self._await(child, "rows")
+        return self._await(child, "rows", keep)
 
-    def _await(self, child: Child, kind: str) -> Any:
-        """The worker's next answer of this kind; its announcements are passed on."""
+    def _await(self, child: Child, kind: str, keep: Keep = keep_nothing) -> Any:
+        """The worker's next answer of this kind; its announcements and the rows finished before it are passed on."""
         backend = None
         while True:
             if not child.connection.poll(self._time_limit_s):
@@ -91,6 +97,9 @@ class Worker:
             if message[0] == "lost":
                 self.close()
                 raise BackendLostError(*message[1])
+            if message[0] == "finished":
+                keep(message[1])
+                continue
             _, text, backend = message
             self._announce(text, backend)
 
@@ -108,6 +117,9 @@ def _serve(connection: Connection, plan: Plan, device: torch.device) -> None:
     def announce(text: str, backend: str | None) -> None:
         connection.send(("step", text, backend))
 
+    def keep(rows: list[Row]) -> None:
+        connection.send(("finished", rows))
+
     one_triton_cache()
     try:
         runner = CaseRunner(plan, device, announce)
@@ -123,7 +135,7 @@ def _serve(connection: Connection, plan: Plan, device: torch.device) -> None:
         except EOFError:
             return
         try:
-            connection.send(("rows", runner.run_case(case, excluded, seconds)))
+            connection.send(("rows", runner.run_case(case, excluded, seconds, keep)))
         except BackendLostError as error:
             connection.send(("lost", (error.backend, error.failure)))
             return
