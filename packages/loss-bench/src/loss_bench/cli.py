@@ -53,7 +53,7 @@ from loss_bench.processes import (
     default_jobs,
     one_triton_cache,
 )
-from loss_bench.results import Report, device_name, environment, merge, read_report
+from loss_bench.results import Report, device_name, environment, merge, read_report, schema_text
 from loss_bench.runner import CaseRunner, Plan, chosen_backends
 from loss_bench.session import Executor, Session
 from loss_bench.terminal import (
@@ -503,6 +503,17 @@ def _draw(found: Report, html: Path | None, plots: Path | None) -> None:
             write_plots(found, plots)
     except ModuleNotFoundError as error:
         raise mistake(f"{error.name} is not installed; pip install 'loss-bench[report]'") from error
+
+
+@app.command("schema")
+def schema_command() -> None:
+    """Print the JSON Schema of the files that [bold]--json[/] writes, for tools that read or check them.
+
+    For example:
+
+      loss-bench schema > loss-bench.schema.json
+    """
+    typer.echo(schema_text(), nl=False)
 
 
 @app.command("compare")

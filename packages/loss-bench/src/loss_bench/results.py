@@ -18,7 +18,7 @@ A file holds one object::
 
 Units are part of the names. A number that does not exist is null. Readers ignore fields that they do not know;
 a change that would mislead such a reader raises the number in ``schema``. The same in the form of a JSON Schema is
-``schema.json`` beside this module.
+``schema.json`` beside this module, which ``loss-bench schema`` prints.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,11 @@ class Report:
 
 def _without_folder(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+
+
+def schema_text() -> str:
+    """The JSON Schema of the files."""
+    return (resources.files("loss_bench") / "schema.json").read_text(encoding="utf-8")
 
 
 def read_report(path: Path) -> Report:
