@@ -466,6 +466,15 @@ def report_command(
         Path | None, typer.Option("--plots", help="Folder for PNG and SVG plots. Needs the extra report.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all files merged into one.")] = None,
+    summary: Annotated[
+        Path | None, typer.Option("--summary", help="Write a small Markdown table of one pass: cases x backends.")
+    ] = None,
+    pass_: Annotated[
+        str | None, typer.Option("--pass", help=f"That pass, of {', '.join(cases.PASSES)}; default: forward+backward.")
+    ] = None,
+    backends: Annotated[
+        list[str] | None, typer.Option("--backends", help="Its columns, in this order; default: all that can run.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no tables.")] = False,
 ) -> None:
     """Show results again, merged: of a measurement that several files hold, the last is kept.
@@ -475,10 +484,18 @@ def report_command(
       loss-bench report h100.json h200.json --html page.html
 
       loss-bench report results.json --quiet --markdown tables.md --csv rows.csv --plots plots
+
+      loss-bench report results.json --quiet --summary table.md --pass no-grad --backends torch-nn,triton
     """
     try:
-        check_writable(markdown, csv, html, json_file, plots and plots / "plot.svg")
+        if summary is None and (pass_ is not None or backends):
+            raise ValueError("--pass and --backends go with --summary")
+        pass_ = pass_ or "forward+backward"
+        check_choice("pass", pass_, cases.PASSES)
+        check_writable(markdown, csv, html, json_file, summary, plots and plots / "plot.svg")
         found = merge([read_report(path) for path in files])
+        if summary is not None:
+            write(summary, report.summary_markdown(found, pass_, cases.words(backends)))
     except ValueError as error:
         raise mistake(error) from error
     if not quiet:

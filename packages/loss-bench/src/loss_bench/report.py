@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loss_bench.results import FAILURES, Report, Row, doubts
+from loss_bench.summary import summary_tables
 from loss_bench.tables import (
     NOTHING,
     TextTable,
@@ -24,6 +25,7 @@ from loss_bench.tables import (
     on_device,
     state,
     text_tables,
+    title_of,
 )
 
 
@@ -95,8 +97,7 @@ def groups(report: Report) -> list[tuple[str, list[Row]]]:
     for row in report.rows:
         if row.status == "unavailable":
             continue
-        title = " ".join(filter(None, (row.op, row.pass_, row.options, on_device(report, row.device))))
-        found.setdefault(title, []).append(row)
+        found.setdefault(title_of(report, row), []).append(row)
     return [(title, by_case(members)) for title, members in found.items()]
 
 
@@ -262,15 +263,26 @@ def to_markdown(report: Report) -> str:
     """The report as Markdown."""
     # Two spaces at the end of a line are Markdown's line break.
     lines = ["  \n".join(machines(report) + warnings(report)), ""]
-    for table in text_tables(report):
-        alignment = ["---" if place in table.words else "---:" for place in range(len(table.columns))]
-        lines += _markdown_table(table.title, table.columns, alignment, table.lines, table.notes)
+    lines += _text_tables_markdown(text_tables(report))
     for title, rows in groups(report):
         kept = filled_columns(rows)
         alignment = ["---:" if column.numeric else "---" for column in kept]
         cells = [_cells(row, kept, first=True) for row in rows]
         lines += _markdown_table(title, [column.title for column in kept], alignment, cells, notes(rows))
     return "\n".join(lines + [f"- {line}" for line in footnotes(report)]) + "\n"
+
+
+def summary_markdown(report: Report, pass_: str, backends: Sequence[str] = ()) -> str:
+    """The tables of ``summary`` as Markdown; arguments and exceptions are those of ``summary_tables``."""
+    return "\n".join(_text_tables_markdown(summary_tables(report, pass_, backends)))
+
+
+def _text_tables_markdown(tables: Iterable[TextTable]) -> list[str]:
+    lines = []
+    for table in tables:
+        alignment = ["---" if place in table.words else "---:" for place in range(len(table.columns))]
+        lines += _markdown_table(table.title, table.columns, alignment, table.lines, table.notes)
+    return lines
 
 
 def _markdown_table(

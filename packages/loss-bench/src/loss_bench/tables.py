@@ -61,6 +61,11 @@ def on_device(report: Report, device: str) -> str:
     return f"on {device}" if len(report.devices) > 1 else ""
 
 
+def title_of(report: Report, row: Row) -> str:
+    """What stands above the table that `row` is in: the op, pass, options and, where there are several, device."""
+    return " ".join(filter(None, (row.op, row.pass_, row.options, on_device(report, row.device))))
+
+
 def by_case(rows: Sequence[Row]) -> list[Row]:
     """Cases in order of appearance; in each the fastest backend first, then those without a time."""
     order = {key: place for place, key in enumerate(dict.fromkeys(row.case_key for row in rows))}

@@ -1,0 +1,85 @@
+"""One pass of a run at a glance: a line for each case, a column for each backend."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from loss_bench.results import Report, Row
+from loss_bench.tables import NOTHING, TextTable, number, title_of
+
+_LABELS = ("rows x classes", "dtype")
+_WORDS = {
+    "wrong": "wrong",
+    "unsupported": "refuses",
+    "unavailable": "cannot run",
+    "error": "fails",
+    "crashed": "crashes",
+    "timeout": "hangs",
+}
+_LIMIT = "limit: the fewest bytes that the pass has to move, at the speed of a copy in the same process"
+
+
+def summary_tables(report: Report, pass_: str, backends: Sequence[str] = ()) -> list[TextTable]:
+    """A table for each op, options and device that has rows of `pass_`.
+
+    Args:
+        report: what was measured.
+        pass_: of ``cases.PASSES``.
+        backends: the columns; none for all that can run somewhere, in order of appearance.
+
+    Raises:
+        ValueError: if there is no row of `pass_`, or none of one of `backends`.
+    """
+    rows = [row for row in report.rows if row.pass_ == pass_]
+    if not rows:
+        there = ", ".join(dict.fromkeys(row.pass_ for row in report.rows)) or "none"
+        raise ValueError(f"no rows of pass {pass_!r} to summarize; there are: {there}")
+    columns = _columns(rows, backends)
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(title_of(report, row), []).append(row)
+    return [_table(title, members, columns) for title, members in found.items()]
+
+
+def _columns(rows: Sequence[Row], wanted: Sequence[str]) -> list[str]:
+    there = list(dict.fromkeys(row.backend for row in rows))
+    for name in wanted:
+        if name not in there:
+            raise ValueError(f"no rows of backend {name!r} to summarize; there are: {', '.join(there)}")
+    return list(wanted) or list(dict.fromkeys(row.backend for row in rows if row.status != "unavailable"))
+
+
+def _table(title: str, rows: Sequence[Row], backends: Sequence[str]) -> TextTable:
+    cases: dict[tuple[int, int, str], dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault((row.rows, row.classes, row.dtype), {})[row.backend] = row
+    lines = [
+        [f"{count} x {classes}", dtype, *(_cell(members.get(name)) for name in backends)]
+        for (count, classes, dtype), members in cases.items()
+    ]
+    columns = [*_LABELS, *backends]
+    if all(row.copy_share is None for row in rows):
+        return TextTable(f"{title}: median ms", columns, lines, words=(0, 1))
+    return TextTable(f"{title}: median ms (share of the limit)", columns, lines, words=(0, 1), notes=[_LIMIT])
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return NOTHING
+    if row.status != "ok":
+        return _in_a_word(row)
+    share = "" if row.copy_share is None else f" ({row.copy_share:.0%})"
+    return number(row.median_ms, ".3f") + share
+
+
+def _in_a_word(row: Row) -> str:
+    """Why there is no time."""
+    if row.status == "wrong" and "NaN" in row.reason:
+        return "NaN"
+    # What a compiler said is all that tells its failures from others.
+    if row.status == "error" and re.search("compil", row.reason, re.IGNORECASE):
+        return "does not compile"
+    if row.status == "unsupported" and "memory" in row.reason:
+        return "out of memory"
+    return _WORDS[row.status]
