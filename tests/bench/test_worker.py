@@ -218,9 +218,11 @@ def test_an_interrupted_process_keeps_the_finished_passes_of_its_case(install_ba
 
     monkeypatch.setenv("NAP_S", "1")
     program = [sys.executable, "-m", "loss_bench", *words]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(program, **pipes, text=True, start_new_session=True) as process:
         next(line for line in process.stderr if "no-grad: sleepy" in line)
-        process.send_signal(number)
+        # To the worker too, as a terminal and many schedulers do.
+        os.killpg(process.pid, number)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "the run ended within this case" in output
