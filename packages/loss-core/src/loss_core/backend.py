@@ -87,6 +87,8 @@ Rules for all of them:
   tries the next backend if the caller named none, and lets the exception through otherwise.
 - No host synchronisation, no state kept per shape beyond compiled kernels, the current stream of the
   current device (loss-core makes the logits' device current), any thread, CUDA-graph capture.
+- Words that have to be 0 at a launch's start, to count in, come from ``loss_core.memory.zeroed_words``, which all
+  backends share; the launch leaves them at 0.
 - The same inputs give the same bits.
 
 A backend whose kernels know only some reductions states ``REDUCTIONS: tuple[str, ...]`` (default: all four);
