@@ -171,9 +171,7 @@ def cross_entropy_with_stats(
         >>> stats.prediction.tolist(), stats.correct.tolist()
         ([1], [True])
     """
-    # The compiler traces the check itself; a loop meets the same few options again and again.
-    options_of = _options if torch.compiler.is_compiling() else _options_met
-    options = options_of(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
+    options = _options(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
     operands = _operands(input, target, weight, byte_lengths, num_items, dim, options)
     if operands.target.is_floating_point():
         raise UnsupportedInput("cross_entropy_with_stats takes class indices, got a floating-point target")
@@ -246,7 +244,7 @@ def _operands(
         if len(expected) != 1 or target.stride(0) != 1:
             target = target.reshape(-1).contiguous()
         # Inside torch.compile the values are not there yet; the op looks when it runs.
-        if not compiling and _checks_range(device):
+        if not compiling:
             _check_range(target, classes, options.ignore_index, expected)
     elif options.ignore_index >= 0:
         raise ValueError(f"ignore_index is for class indices; with probabilities leave it, got {options.ignore_index}")
@@ -341,7 +339,10 @@ def _num_items(num_items: float | Tensor, input: Tensor, reduction: str) -> floa
 
 
 def _check_range(target: Tensor, classes: int, ignore_index: int, shape: torch.Size) -> None:
-    """Raise the IndexError for a target out of range; waits for the device."""
+    """Raise the IndexError for a target out of range: on a CPU always, elsewhere when LOSS_VALIDATE asks to wait."""
+    where = target.device.type
+    if where == "meta" or (where != "cpu" and variable("LOSS_VALIDATE") in ("", "0")):
+        return
     bad = ((target < 0) | (target >= classes)) & ~_ignored(target, ignore_index)
     if bad.any():
         row = int(bad.nonzero()[0])
@@ -350,11 +351,6 @@ def _check_range(target: Tensor, classes: int, ignore_index: int, shape: torch.S
             f"target {int(target[row])} in row {place} is outside [0, {classes}) and is not ignore_index "
             f"({ignore_index})"
         )
-
-
-def _checks_range(device: torch.device) -> bool:
-    """Whether targets on `device` are looked at: on a CPU always, elsewhere when LOSS_VALIDATE asks to wait for it."""
-    return device.type == "cpu" or (variable("LOSS_VALIDATE") not in ("", "0") and device.type != "meta")
 
 
 def _ignored(target: Tensor, ignore_index: int) -> Tensor:
@@ -524,9 +520,8 @@ class _CrossEntropy(torch.autograd.Function):
         if not stats:
             # Nobody else has these two, so autograd need not watch them.
             ctx.results = result.lse, result.denominator
-            ctx.save_for_backward(saved, target) if weight is None else ctx.save_for_backward(saved, target, weight)
+            ctx.save_for_backward(saved, target, weight)
             return result.loss
-        ctx.results = None
         ctx.save_for_backward(saved, target, weight, result.lse, result.denominator)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(result.lse, result.z_loss, result.prediction, result.correct)
@@ -556,9 +551,8 @@ def _apply(input: Tensor, call: _Call) -> Any:
 
 def _gradient(ctx: Any, grad_loss: Tensor) -> Tensor:
     """The gradient with respect to the input, in memory that the caller may keep."""
-    saved, target, *rest = ctx.saved_tensors
-    lse, denominator = ctx.results or rest[1:]
-    weight = rest[0] if rest else None
+    saved, target, weight, *results = ctx.saved_tensors
+    lse, denominator = results or ctx.results
     _, _, _, _, options, dim, _, backend, _ = ctx.call
     # Taken out of ctx: autograd copies a gradient that somebody else still holds.
     grad, ctx.grad = ctx.grad, None
@@ -627,8 +621,7 @@ def _forward_op(
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     options = CrossEntropyOptions(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
-    if _checks_range(target.device):
-        _check_range(target, input.shape[dim], ignore_index, target.shape)
+    _check_range(target, input.shape[dim], ignore_index, target.shape)
 
     def forward(module: Any) -> CrossEntropyForward:
         return module.cross_entropy_forward(

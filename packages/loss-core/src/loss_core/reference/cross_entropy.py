@@ -189,8 +189,8 @@ def _row_gradient(
     softmax = torch.softmax(x, -1) if options.total_classes is None else torch.exp(x - lse.unsqueeze(-1))
     grad = softmax.mul_(of_softmax.unsqueeze(-1))
     if of_each > 0:
-        of_class = torch.ones((), dtype=x.dtype, device=x.device) if weight is None else weight
-        grad -= of_each * of_class * factor.unsqueeze(-1)
+        of_class = of_each * factor.unsqueeze(-1)
+        grad -= of_class if weight is None else of_class * weight
     of_target = torch.where(targets.here, -of_target * factor, 0)
     grad.scatter_add_(-1, targets.index.unsqueeze(-1), of_target.unsqueeze(-1))
     if options.softcap is not None:
