@@ -62,7 +62,7 @@ class Done(Generic[AnyTask, Result]):
 
 
 class Child:
-    """A process at the other end of ``connection``.
+    """A process at the other end of ``connection``, which leaves Ctrl-C to this one and has Triton's usual cache.
 
     Args:
         target: called with the other end and with `arguments`.
@@ -74,7 +74,7 @@ class Child:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         # Not a daemon: those may have no children, and compilers have some. Without a parent it ends by itself.
-        self._process = context.Process(target=target, args=(theirs, *arguments))
+        self._process = context.Process(target=_live, args=(target, theirs, *arguments))
         self._process.start()
         theirs.close()
 
@@ -94,6 +94,13 @@ class Child:
             self._process.join(_GOODBYE_S)
         self._process.kill()
         self._process.join(_GOODBYE_S)
+
+
+def _live(target: Callable[..., None], *arguments: Any) -> None:
+    # Ctrl-C goes to the whole group; the parent decides what it means, and ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    one_triton_cache()
+    target(*arguments)
 
 
 def one_triton_cache() -> None:
@@ -238,9 +245,6 @@ def _heard(busy: Sequence[_Process[AnyTask]], time_limit_s: float) -> list[tuple
 
 
 def _serve(connection: Connection, work: Work[Any, Any], device: torch.device) -> None:
-    # Ctrl-C goes to the whole group; the parent ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    one_triton_cache()
     if device.type == "cuda":
         torch.cuda.set_device(device)
 

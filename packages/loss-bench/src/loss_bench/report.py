@@ -20,6 +20,7 @@ from loss_bench.tables import (
     TextTable,
     by_case,
     is_failure,
+    joined,
     milliseconds,
     number,
     on_device,
@@ -157,7 +158,7 @@ def warnings(report: Report) -> list[str]:
         return []
     environments = [source["environment"] for source in report.all_sources]
     found = [
-        " ".join(filter(None, ("unsafe", on_device(report, environment["device"])))) + f": {doubt}"
+        joined("unsafe", on_device(report, environment["device"])) + f": {doubt}"
         for environment in environments
         for doubt in doubts(environment)
     ]

@@ -125,6 +125,10 @@ class Row:
         """Rows x classes."""
         return f"{self.rows}x{self.classes}"
 
+    def add_note(self, text: str) -> None:
+        """Append to ``note``."""
+        self.note = f"{self.note}; {text}" if self.note else text
+
     def to_json(self) -> dict[str, Any]:
         """The row as a JSON object; NaN and infinity, which JSON lacks, become null."""
         pairs = asdict(self)

@@ -219,7 +219,7 @@ class CaseRunner:
         self._release()
         if abs(ratio - 1) > _DRIFT:
             for row in rows:
-                row.note = "; ".join(filter(None, (row.note, f"a copy ran at {ratio:.0%} of its first speed")))
+                row.add_note(f"a copy ran at {ratio:.0%} of its first speed")
 
     def _inputs(self, case: Case) -> Inputs:
         sets = sets_needed(case, measure.l2_bytes(self._device))
@@ -329,7 +329,7 @@ class CaseRunner:
         row.median_ms, row.samples = summary.median, summary.samples
         row.p20_ms, row.p80_ms, row.low_ms, row.high_ms = summary.p20, summary.p80, summary.low, summary.high
         if summary.unsteady:
-            row.note = "; ".join(filter(None, (row.note, "unsteady: compare with care")))
+            row.add_note("unsteady: compare with care")
         bytes_ = minimal_bytes(case, row.pass_)
         if bytes_ is not None and summary.median > 0:
             row.gb_s = gb_per_second(bytes_, summary.median)
@@ -348,7 +348,7 @@ class CaseRunner:
 
         row.graph_ms, failure = self._attempt(contestant.backend, replay)
         if failure is not None:
-            row.note = "; ".join(filter(None, (row.note, "cannot be captured in a CUDA graph")))
+            row.add_note("cannot be captured in a CUDA graph")
             self._release()
         elif row.graph_ms and bytes_ is not None:
             row.graph_share = gb_per_second(bytes_, row.graph_ms) / self.ceilings["copy_gb_s"]

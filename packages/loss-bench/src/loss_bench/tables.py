@@ -61,9 +61,14 @@ def on_device(report: Report, device: str) -> str:
     return f"on {device}" if len(report.devices) > 1 else ""
 
 
+def joined(*parts: str) -> str:
+    """Those of `parts` that say something, with spaces between."""
+    return " ".join(filter(None, parts))
+
+
 def title_of(report: Report, row: Row) -> str:
     """What stands above the table that `row` is in: the op, pass, options and, where there are several, device."""
-    return " ".join(filter(None, (row.op, row.pass_, row.options, on_device(report, row.device))))
+    return joined(row.op, row.pass_, row.options, on_device(report, row.device))
 
 
 def by_case(rows: Sequence[Row]) -> list[Row]:
@@ -94,7 +99,7 @@ def seeds_tables(report: Report) -> list[TextTable]:
             continue
         backward = halves.get((*row.case_key, "backward", row.backend, row.device))
         cells = [row.backend, str(row.rows), str(row.classes), row.dtype, *_half(row), *_half(backward)]
-        title = " ".join(filter(None, (f"{row.op}, forward and backward", on_device(report, row.device))))
+        title = joined(f"{row.op}, forward and backward", on_device(report, row.device))
         found.setdefault(title, []).append(cells)
     return [TextTable(title, SEEDS_COLUMNS, lines, words=(0, 3)) for title, lines in found.items()]
 
@@ -119,7 +124,7 @@ def train_tables(report: Report) -> list[TextTable]:
         found.setdefault((curve["setup"], curve["device"]), []).append(curve)
     tables = []
     for (setup, device), members in found.items():
-        title = " ".join(filter(None, (f"training curves: {setup}", on_device(report, device))))
+        title = joined(f"training curves: {setup}", on_device(report, device))
         reasons = [f"{curve['backend']}: {curve['reason']}" for curve in members if curve["reason"]]
         tables.append(TextTable(title, TRAIN_COLUMNS, [_train_line(curve) for curve in members], notes=reasons))
     return tables
@@ -163,7 +168,7 @@ def _overview(rows: Sequence[Accuracy], where: str) -> TextTable:
         largest = [_largest(members.values(), name) for name in ("result_abs", "grad_abs")]
         lines.append([*labels, *cells, *largest])
     columns = ("op", "rows x classes", "dtype", "backend", *kinds, "result, absolute", "gradient, absolute")
-    title = " ".join(filter(None, ("accuracy: worst error against float64, in units of rounding", where)))
+    title = joined("accuracy: worst error against float64, in units of rounding", where)
     return TextTable(title, columns, lines, words=range(4), notes=_accuracy_notes(rows))
 
 
@@ -190,7 +195,7 @@ def _details(rows: Sequence[Accuracy], where: str) -> list[TextTable]:
         names = list(dict.fromkeys(row.backend for row in members))
         cells = {(row.backend, row.kind): row for row in members}
         for part, name in (("result", "loss" if key[0] == "cross_entropy" else "output"), ("grad", "gradient")):
-            title = " ".join(filter(None, (*key, where))) + f": {name}, error in units of rounding, worst (mean)"
+            title = joined(*key, where) + f": {name}, error in units of rounding, worst (mean)"
             lines = [[b, *(_detail_cell(cells.get((b, kind)), part) for kind in kinds)] for b in names]
             tables.append(TextTable(title, ["backend", *kinds], lines))
     return tables

@@ -7,7 +7,6 @@ touches the GPU.
 from __future__ import annotations
 
 import gc
-import signal
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from loss_bench.cases import Case
-from loss_bench.processes import Child, one_triton_cache
+from loss_bench.processes import Child
 from loss_bench.results import Row
 from loss_bench.runner import Announce, BackendLostError, CaseRunner, Failure, Keep, Plan, first_line, keep_nothing
 
@@ -111,16 +110,12 @@ class Worker:
 
 
 def _serve(connection: Connection, plan: Plan, device: torch.device) -> None:
-    # Ctrl-C goes to the whole group; the parent decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
     def announce(text: str, backend: str | None) -> None:
         connection.send(("step", text, backend))
 
     def keep(rows: list[Row]) -> None:
         connection.send(("finished", rows))
 
-    one_triton_cache()
     try:
         runner = CaseRunner(plan, device, announce)
     except Exception as error:
