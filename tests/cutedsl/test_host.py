@@ -1,7 +1,5 @@
 """What the host hands to a kernel, and what it returns, with a kernel that does nothing."""
 
-from typing import NamedTuple
-
 import pytest
 import torch
 
@@ -192,17 +190,7 @@ def test_what_the_kernels_do_not_do_is_refused(launches):
 
 
 def shard_options(**changes):
-    class Options(NamedTuple):
-        ignore_index: int = -100
-        reduction: str = "none"
-        label_smoothing: float = 0.0
-        z_loss: float = 0.0
-        softcap: float | None = None
-        logit_scale: float = 1.0
-        first_class: int = 16
-        total_classes: int | None = 64
-
-    return Options(**changes)
+    return CrossEntropyOptions(**{"reduction": "none", "first_class": 16, "total_classes": 64, **changes})
 
 
 @pytest.mark.parametrize(
