@@ -38,6 +38,12 @@ form, autograd, ``torch.compile``, device guard; the backend allocates its small
 
     cross_entropy(logits, target, weight, byte_lengths, num_items, options) -> Tensor
     softmax(input) -> Tensor                        log_softmax(input) -> Tensor
+    linear_cross_entropy(input, linear_weight, target, linear_bias, weight, byte_lengths, num_items, options) -> Tensor
+
+``linear_cross_entropy`` has this form alone so far, and loss-core does not offer the op itself yet: it is for those who
+call a backend's module, as loss-bench does. ``input`` is (rows, hidden) and ``linear_weight`` (classes, hidden), of one
+dtype; ``linear_bias`` is None or (classes,). The logits are ``input @ linear_weight.T + linear_bias``; the rest is as
+for ``cross_entropy``, with gradients for those of the three that require them.
 
 The canonical form, which the backend need not check:
 
@@ -106,7 +112,7 @@ API_VERSION = 1
 
 ENTRY_POINT_GROUP = "loss_core.backends"
 
-OPS = ("cross_entropy", "softmax", "log_softmax")
+OPS = ("cross_entropy", "softmax", "log_softmax", "linear_cross_entropy")
 """The ops a backend may provide."""
 
 REDUCTIONS = ("none", "mean", "sum", "byte_mean")
