@@ -36,7 +36,7 @@ def test_the_reference_backend_is_right(dtype, options):
     verdict = check(case, make_call(case, "torch", inputs.weight), inputs, grad=True)
     assert verdict.right, verdict.reason
     assert not verdict.overwrites
-    assert inputs.logits[0].grad is None
+    assert inputs.input[0].grad is None
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
@@ -46,7 +46,7 @@ def test_plain_torch_has_every_option(dtype, options):
     inputs = random_inputs(case, CPU, seed=1, sets=1)
     if dtype == "bfloat16":
         # On a CPU torch adds up half-precision losses in half precision; the command shows that as wrong.
-        inputs.logits[0].data.mul_(0.25)
+        inputs.input[0].data.mul_(0.25)
     verdict = check(case, make_call(case, "torch-nn", inputs.weight), inputs, grad=True)
     assert verdict.right, verdict.reason
 
@@ -186,11 +186,11 @@ def test_overwritten_logits_are_noticed_and_put_back():
 
     case = Case("cross_entropy", 40, 333, "float32")
     inputs = random_inputs(case, CPU, seed=1, sets=1)
-    before = inputs.logits[0].detach().clone()
+    before = inputs.input[0].detach().clone()
     verdict = check(case, InPlace.apply, inputs, grad=True)
     assert verdict.right, verdict.reason
     assert verdict.overwrites
-    assert torch.equal(inputs.logits[0].detach(), before)
+    assert torch.equal(inputs.input[0].detach(), before)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_peers_refuse_what_they_lack_rather_than_ignore_it(peer):
 def test_causal_loss_is_judged_with_shifted_labels(name):
     case = Case("causal_lm_loss", 40, 33, "float32", Options(label_smoothing=0.1))
     inputs = random_inputs(case, CPU, seed=2, sets=1)
-    assert inputs.logits[0].shape == (1, 40, 33)
+    assert inputs.input[0].shape == (1, 40, 33)
     assert check(case, make_call(case, name), inputs, grad=True).right
 
     def unshifted(logits, labels):

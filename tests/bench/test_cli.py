@@ -106,6 +106,14 @@ def test_mistakes_are_named(words, message):
     assert message in invoke("run", *words, status=2).output
 
 
+@pytest.mark.parametrize("command", [["run"], ["run", "--in-process"], ["warm"], ["train"], ["accuracy"]], ids=" ".join)
+def test_a_misspelt_backend_is_named_and_costs_nothing(command):
+    words = [*command, "--backend", "torch-nn,torch-mm", "--device", "cpu"]
+    output = " ".join(invoke(*words, status=2).output.split())
+    assert "no backend named 'torch-mm' is installed; installed: cce, " in output
+    assert "torch-nn" in output
+
+
 def test_options_and_sweeps_reach_the_rows(tmp_path):
     path = tmp_path / "r.json"
     words = ["--vocab", "gpt2,100", "--rows", "2,4", "--dtype", "fp32", "--label-smoothing", "0.1", "--weight"]
@@ -153,7 +161,7 @@ def test_real_logits_take_every_option(tmp_path):
     real = read_logits(tmp_path / "l.safetensors")
     case = Case("cross_entropy", 40, 30, "float16", Options(weight=True, ignored=0.5, reduction="none"))
     inputs = real.to_inputs(case, torch.device("cpu"), seed=3, sets=2)
-    assert torch.equal(inputs.logits[1].detach(), logits.half())
+    assert torch.equal(inputs.input[1].detach(), logits.half())
     assert inputs.weight.shape == (30,)
     assert 5 < (inputs.target[0] == -100).sum() < 35
     assert inputs.grad_output[1].shape == (40,)

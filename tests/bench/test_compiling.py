@@ -42,7 +42,7 @@ def test_a_process_stays_at_its_backend_and_a_new_one_goes_where_most_is_left():
 
 @pytest.mark.parametrize(("rows", "few"), [(64, 64), (513, 513), (8192, 512), (8193, 513), (4103, 519)])
 def test_few_rows_have_the_same_remainder(rows, few):
-    assert compiling._few(rows) == few
+    assert compiling._few(rows, 512) == few
 
 
 def test_a_failure_costs_its_own_task_alone(install_backend):

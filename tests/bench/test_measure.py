@@ -76,11 +76,11 @@ def test_gradient_is_cleared_before_each_iteration(pass_):
         return torch.nn.functional.cross_entropy(logits, target)
 
     work = measure.PassWork(call, inputs, pass_)
-    work.inputs.logits[0].grad = torch.ones_like(inputs.logits[0])
+    work.inputs.input[0].grad = torch.ones_like(inputs.input[0])
     measure.CpuTimer(flush=lambda: None).time(work, 4, 1)
     assert len(seen) == 5
     assert all(grad is None for grad in seen)
-    assert all(logits.grad is None for logits in inputs.logits)
+    assert all(logits.grad is None for logits in inputs.input)
 
 
 def test_no_grad_pass_gets_logits_that_need_no_gradient():
@@ -93,11 +93,11 @@ def test_no_grad_pass_gets_logits_that_need_no_gradient():
 
 def test_inputs_are_rotated_and_overwritten_logits_restored():
     inputs = random_inputs(CASE, CPU, seed=0, sets=2)
-    pristine = [logits.detach().clone() for logits in inputs.logits]
+    pristine = [(logits.detach().clone(),) for logits in inputs.input]
     seen = []
 
     def call(logits, target):
-        seen.append([torch.equal(logits.detach(), p) for p in pristine])
+        seen.append([torch.equal(logits.detach(), p) for (p,) in pristine])
         loss = torch.nn.functional.cross_entropy(logits, target)
         logits.data.zero_()
         return loss
@@ -262,6 +262,6 @@ def test_copy_bandwidth_counts_reads_and_writes():
 def test_random_inputs_follow_the_seed_and_the_options():
     case = Case("cross_entropy", 1000, 10, "float16")
     first, second = (random_inputs(case, CPU, seed=3, sets=2) for _ in range(2))
-    assert torch.equal(first.logits[0], second.logits[0])
-    assert not torch.equal(first.logits[0], first.logits[1])
-    assert not math.isnan(float(first.logits[0].detach().float().sum()))
+    assert torch.equal(first.input[0], second.input[0])
+    assert not torch.equal(first.input[0], first.input[1])
+    assert not math.isnan(float(first.input[0].detach().float().sum()))

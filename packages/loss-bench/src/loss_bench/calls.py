@@ -2,27 +2,28 @@
 
 A backend of ours, or a third party's, is called through ``loss_core`` with ``backend=``, dispatch included. A peer
 (a module of ``loss_bench.peers``, known by its ``PEER``) wraps a library that has an interface of its own, so its
-function is called directly: what loss-core adds would not be there for that library's users.
+function is called directly: what loss-core adds would not be there for that library's users. So is that of an op which
+loss-core does not offer itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 import loss_core
 import torch
 import torch.nn.functional as F
-from loss_core.backend import CrossEntropyOptions, UnsupportedInput
+from loss_core.backend import ENTRY_POINT_GROUP, BackendUnavailable, CrossEntropyOptions, UnsupportedInput
 from torch import Tensor
 
-from loss_bench.cases import Case, Options
+from loss_bench.cases import LINEAR, Case, Options
 from loss_bench.inputs import IGNORE_INDEX
 
-Call = Callable[[Tensor, "Tensor | None"], Tensor]
-"""(logits, target) -> loss or output."""
+Call = Callable[..., Tensor]
+"""(logits, target) -> loss or output; of a linear op (input, linear_weight, [linear_bias,] target) -> loss."""
 
 _PUBLIC_OPTIONS = ("reduction", "label_smoothing", "z_loss", "softcap", "inplace")
 
@@ -51,6 +52,18 @@ class BackendRow:
 def find_backends(device: torch.device) -> list[BackendRow]:
     """Every backend that the registry knows, with its state on `device`."""
     return [_describe(info) for info in loss_core.list_backends(device)]
+
+
+def check_installed(names: Iterable[str]) -> None:
+    """Raise for a name that no backend has; none is imported.
+
+    Raises:
+        BackendUnavailable: naming those that are installed.
+    """
+    installed = sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)})
+    for name in names:
+        if name not in installed:
+            raise BackendUnavailable(f"no backend named {name!r} is installed; installed: {', '.join(installed)}")
 
 
 def named_backends(names: Sequence[str], device: torch.device) -> list[BackendRow] | None:
@@ -99,8 +112,10 @@ def make_call(case: Case, backend: str, weight: Tensor | None = None) -> Call:
         UnsupportedInput: if the peer is known not to take these options.
     """
     module: Any = loss_core.get_backend(backend).module
-    if getattr(module, "PEER", None) is None:
+    if getattr(module, "PEER", None) is None and hasattr(loss_core, case.op):
         return _public_call(case, backend, weight)
+    if case.op in LINEAR:
+        return _linear_call(case, module, weight)
     if not case.is_loss:
         function = getattr(module, case.op)
         return lambda logits, target: function(logits)
@@ -116,6 +131,17 @@ def make_call(case: Case, backend: str, weight: Tensor | None = None) -> Call:
     function = module.cross_entropy
     return lambda logits, labels: function(
         logits.view(-1, logits.shape[-1]), shifted(labels), weight, None, None, options
+    )
+
+
+def _linear_call(case: Case, module: Any, weight: Tensor | None) -> Call:
+    function, options = module.linear_cross_entropy, loss_options(case)
+    if case.options.bias:
+        return lambda input, linear_weight, linear_bias, target: function(
+            input, linear_weight, target, linear_bias, weight, None, None, options
+        )
+    return lambda input, linear_weight, target: function(
+        input, linear_weight, target, None, weight, None, None, options
     )
 
 
@@ -144,4 +170,8 @@ def _public_call(case: Case, backend: str, weight: Tensor | None) -> Call:
     given = {name: value for name, value in given.items() if value != default[name]}
     if weight is not None:
         given["weight"] = weight
-    return lambda logits, target: function(logits, target, backend=backend, **given)
+    if case.options.bias:
+        return lambda input, linear_weight, linear_bias, target: function(
+            input, linear_weight, target, linear_bias=linear_bias, backend=backend, **given
+        )
+    return lambda *tensors: function(*tensors, backend=backend, **given)

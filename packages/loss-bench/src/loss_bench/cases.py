@@ -1,18 +1,22 @@
-"""What is measured: cases, passes, presets, and the fewest bytes that a pass has to move."""
+"""What is measured: cases, passes, presets, and the least that a pass has to move or to compute."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-OPS = ("cross_entropy", "causal_lm_loss", "softmax", "log_softmax")
+OPS = ("cross_entropy", "causal_lm_loss", "softmax", "log_softmax", "linear_cross_entropy")
 """The ops that can be measured."""
 
-LOSSES = ("cross_entropy", "causal_lm_loss")
+LOSSES = ("cross_entropy", "causal_lm_loss", "linear_cross_entropy")
 """Those that take targets, and loss options."""
+
+LINEAR = ("linear_cross_entropy",)
+"""Those that make the logits themselves: of an input (rows x hidden) and a weight (classes x hidden)."""
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -49,6 +53,7 @@ class Options:
         ignored: share of the rows whose target is ``ignore_index``.
         inplace: whether the gradient may take the logits' memory, where a backend can do that.
         logits: name of the file that the logits come from; "" for random ones.
+        bias: whether a linear op adds a random bias to the logits.
 
     Raises:
         ValueError: if one of them is not what it may be.
@@ -62,6 +67,7 @@ class Options:
     ignored: float = 0.0
     inplace: bool = False
     logits: str = ""
+    bias: bool = False
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
@@ -71,30 +77,50 @@ class Options:
 
     def describe(self) -> str:
         """The options that differ from the defaults, as ``name=value`` words."""
+        return " ".join(f"{name}={getattr(self, name)}" for name in self.given)
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The names of the options that differ from the defaults."""
         default = Options()
-        pairs = ((name, getattr(self, name)) for name in self.__dataclass_fields__)
-        return " ".join(f"{name}={value}" for name, value in pairs if value != getattr(default, name))
+        return tuple(name for name in self.__dataclass_fields__ if getattr(self, name) != getattr(default, name))
+
+    def fitting(self, op: str) -> Options:
+        """Those that `op` has, the others at their defaults."""
+        default = Options()
+        return replace(self, **{name: getattr(default, name) for name in self.given if op not in ops_with(name)})
+
+
+def ops_with(option: str) -> tuple[str, ...]:
+    """The ops that a field of ``Options`` means something to."""
+    if option == "bias":
+        return LINEAR
+    if option in ("inplace", "logits"):
+        # A linear op has no logits to be given or to be overwritten; softmax can be given them.
+        return tuple(op for op in (LOSSES if option == "inplace" else OPS) if op not in LINEAR)
+    return LOSSES
 
 
 @dataclass(frozen=True)
 class Case:
-    """One op on one shape and dtype."""
+    """One op on one shape and dtype; `hidden` is the width of a linear op's input, None for the others."""
 
     op: str
     rows: int
     classes: int
     dtype: str
     options: Options = Options()
+    hidden: int | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of the logits."""
+        """The dtype of the logits, and of what a linear op makes them of."""
         return DTYPES[self.dtype]
 
     @property
     def shape(self) -> str:
         """The shape as it is written on the command line."""
-        return f"{self.rows}x{self.classes}"
+        return written_shape(self.rows, self.classes, self.hidden)
 
     @property
     def is_loss(self) -> bool:
@@ -104,7 +130,7 @@ class Case:
     @property
     def backend_op(self) -> str:
         """The op that a backend has to provide."""
-        return "cross_entropy" if self.is_loss else self.op
+        return "cross_entropy" if self.op == "causal_lm_loss" else self.op
 
     @property
     def logits_shape(self) -> tuple[int, ...]:
@@ -116,6 +142,18 @@ class Case:
         """Bytes of one copy of the logits."""
         return self.rows * self.classes * self.torch_dtype.itemsize
 
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of what the op is given: the logits, or a linear op's input and weight."""
+        if self.hidden is None:
+            return self.logits_bytes
+        return (self.rows + self.classes) * self.hidden * self.torch_dtype.itemsize
+
+    @property
+    def tiny(self) -> Case:
+        """The same on the small shape that the host's time is measured on."""
+        return replace(self, rows=64, classes=512, hidden=None if self.hidden is None else 256)
+
     def __str__(self) -> str:
         return " ".join(filter(None, (self.op, self.shape, self.dtype, self.options.describe())))
 
@@ -126,13 +164,28 @@ def minimal_bytes(case: Case, pass_: str) -> int | None:
     A cross-entropy may form its gradient in either half, so the forward half is held to one read of the logits
     and the backward half to nothing at all: for it the answer is None, and only the sum of both is compared with
     the memory's bandwidth (one read, one write). Softmax reads and writes in the forward pass (2) and reads the
-    output and its gradient and writes one in the backward pass (3).
+    output and its gradient and writes one in the backward pass (3). A linear op is bound by its matrix products: None.
     """
+    if case.op in LINEAR:
+        return None
     if case.is_loss:
         targets = case.rows * torch.int64.itemsize
         passes = {"forward": 1, "no-grad": 1, "forward+backward": 2}.get(pass_)
         return None if passes is None else passes * case.logits_bytes + targets
     return {"forward": 2, "no-grad": 2, "backward": 3, "forward+backward": 5}[pass_] * case.logits_bytes
+
+
+def minimal_flop(case: Case, pass_: str) -> int | None:
+    """The fewest operations of the matrix products that `pass_` consists of; None for an op without any.
+
+    A multiplication and an addition count as two: 2 x rows x hidden x classes for the logits, and as much again for
+    each of the two gradients. Either half may do that of the gradients, so that the backward half is held to nothing,
+    as in ``minimal_bytes``.
+    """
+    products = {"forward": 1, "no-grad": 1, "forward+backward": 3}.get(pass_)
+    if case.hidden is None or products is None:
+        return None
+    return products * 2 * case.rows * case.hidden * case.classes
 
 
 def parse_dtype(text: str) -> str:
@@ -147,16 +200,40 @@ def parse_dtype(text: str) -> str:
     return name
 
 
-def parse_shape(text: str) -> tuple[int, int]:
-    """``"4096x32000"`` as (4096, 32000).
+def parse_shape(text: str, ops: Sequence[str]) -> tuple[int, int, int | None]:
+    """Rows, classes and hidden: ``"4096x32000"`` is (4096, 32000, None), ``"64x256x32000"`` is (64, 32000, 256).
 
     Raises:
-        ValueError: if `text` is not two positive numbers with an x between.
+        ValueError: if `text` is not as many positive numbers, with an x between, as one of `ops` takes.
     """
-    match = re.fullmatch(r"(\d+)[xX](\d+)", text.strip())
-    if match is None or "0" in (match[1].lstrip("0") or "0", match[2].lstrip("0") or "0"):
-        raise ValueError(f"a shape is ROWSxCLASSES, such as 4096x32000, got {text!r}")
-    return int(match[1]), int(match[2])
+    forms = {2: "ROWSxCLASSES, such as 4096x32000", 3: "ROWSxHIDDENxCLASSES, such as 8192x4096x128256"}
+    wanted = dict.fromkeys(3 if op in LINEAR else 2 for op in ops)
+    numbers = [int(number) for number in re.split("[xX]", text.strip())] if _SHAPE.fullmatch(text.strip()) else []
+    if len(numbers) not in wanted or 0 in numbers:
+        raise ValueError(f"a shape of {', '.join(ops)} is {' or '.join(forms[n] for n in wanted)}, got {text!r}")
+    rows, *hidden, classes = numbers
+    return rows, classes, hidden[0] if hidden else None
+
+
+_SHAPE = re.compile(r"\d+([xX]\d+)+")
+
+
+def written_shape(rows: int, classes: int, hidden: int | None, between: str = "x") -> str:
+    """A shape as ``parse_shape`` reads it, or with something else `between`."""
+    return between.join(str(number) for number in (rows, hidden, classes) if number is not None)
+
+
+def shape_title(hidden: Iterable[int | None]) -> str:
+    """What the numbers of the shapes are, of which these are the widths of the inputs."""
+    return _SHAPE_TITLES[frozenset(number is not None for number in hidden)]
+
+
+_SHAPE_TITLES: dict[frozenset[bool], str] = {
+    frozenset(): "rows x classes",
+    frozenset({False}): "rows x classes",
+    frozenset({True}): "rows x hidden x classes",
+    frozenset({False, True}): "rows [x hidden] x classes",
+}
 
 
 def parse_vocabulary(text: str) -> int:
@@ -177,17 +254,31 @@ def words(values: Iterable[str] | None) -> list[str]:
     return [word.strip() for value in values or () for word in value.split(",") if word.strip()]
 
 
-Size = tuple[int, int, str]
+class Size(NamedTuple):
+    """A shape and a dtype; with `hidden` of linear ops, without of the others."""
+
+    rows: int
+    classes: int
+    dtype: str
+    hidden: int | None = None
+
+    def fits(self, op: str) -> bool:
+        """Whether it is a size of `op`."""
+        return (self.hidden is not None) == (op in LINEAR)
+
 
 _SEEDS: tuple[Size, ...] = tuple(
-    (4096, classes, dtype) for classes in (8192, 16384) for dtype in ("float16", "bfloat16")
+    Size(4096, classes, dtype) for classes in (8192, 16384) for dtype in ("float16", "bfloat16")
 )
 _LLM: tuple[Size, ...] = (
-    (8192, 32000, "bfloat16"),
-    (8192, 50257, "bfloat16"),
-    (4096, 128256, "bfloat16"),
-    (8192, 151936, "bfloat16"),
-    (4096, 32768, "float32"),
+    Size(8192, 32000, "bfloat16"),
+    Size(8192, 50257, "bfloat16"),
+    Size(4096, 128256, "bfloat16"),
+    Size(8192, 151936, "bfloat16"),
+    Size(4096, 32768, "float32"),
+    Size(8192, 128256, "bfloat16", hidden=4096),
+    Size(16384, 151936, "bfloat16", hidden=2048),
+    Size(8192, 32768, "bfloat16", hidden=2048),
 )
 
 PRESETS: dict[str, tuple[Size, ...]] = {
@@ -196,11 +287,16 @@ PRESETS: dict[str, tuple[Size, ...]] = {
     "foundation": _SEEDS + _LLM,
     # Small enough for two CPU cores, one of them a width that no vector length divides. In float32, because torch's
     # own mean over half-precision losses on a CPU is off by percents and would leave the rest without a baseline.
-    "small": ((128, 8192, "float32"), (64, 50257, "float32")),
+    "small": (
+        Size(128, 8192, "float32"),
+        Size(64, 50257, "float32"),
+        Size(128, 8192, "float32", hidden=256),
+        Size(64, 50257, "float32", hidden=128),
+    ),
     # For trying the command itself.
-    "tiny": ((16, 1000, "float32"),),
+    "tiny": (Size(16, 1000, "float32"), Size(16, 1000, "float32", hidden=32)),
 }
-"""Named lists of (rows, classes, dtype)."""
+"""Named lists of sizes, of which each op takes those that fit it. The seeds had no linear op."""
 
 
 def default_preset(device: torch.device) -> str:
@@ -209,22 +305,29 @@ def default_preset(device: torch.device) -> str:
 
 
 def build_cases(
-    ops: Sequence[str], sizes: Iterable[Size], options: Options = Options(), dtypes: Sequence[str] = ()
+    ops: Sequence[str], sizes: Sequence[Size], options: Options = Options(), dtypes: Sequence[str] = ()
 ) -> list[Case]:
-    """Every op on every size; `dtypes`, if given, replaces the sizes' own.
+    """Every op on every size that fits it, with the options that it has; `dtypes` replace the sizes' own, if given.
 
     Raises:
-        ValueError: if an op is unknown.
+        ValueError: if an op is unknown, or no size fits it.
     """
     for op in ops:
         if op not in OPS:
             raise ValueError(f"unknown op {op!r}; known: {', '.join(OPS)}")
+        if not any(size.fits(op) for size in sizes):
+            raise ValueError(f"no size for {op} among {', '.join(_written(size) for size in sizes)}")
     if "causal_lm_loss" in ops and options.reduction == "none":
         raise ValueError("causal_lm_loss is measured with a scalar reduction")
     cases = [
-        Case(op, rows, classes, dtype, options if op in LOSSES else Options(logits=options.logits))
+        Case(op, size.rows, size.classes, dtype, options.fitting(op), size.hidden)
         for op in ops
-        for rows, classes, own in sizes
-        for dtype in (dtypes or (own,))
+        for size in sizes
+        if size.fits(op)
+        for dtype in (dtypes or (size.dtype,))
     ]
     return list(dict.fromkeys(cases))
+
+
+def _written(size: Size) -> str:
+    return written_shape(size.rows, size.classes, size.hidden)

@@ -3,21 +3,35 @@
 An element of a gradient is judged against ``budget * scale``: the scale is the size of the terms that make the
 element (so that a difference of large terms is not asked to be exact), the budget a small multiple of the dtype's
 rounding that leaves room for log-probabilities held in that dtype, as torch itself holds them.
+
+The gradients of a linear op are sums over classes or rows, in which the roundings of the terms, which are independent,
+add up as a random walk does. So the scale of an element is the norm of its terms with a mean square in place of the
+other factor; and since rounding then has little effect on the whole, the whole is judged too, more narrowly: the norm
+of the difference over the norm.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from loss_bench.calls import Call, shifted
-from loss_bench.cases import Case
+from loss_bench.cases import LINEAR, Case
 from loss_bench.inputs import IGNORE_INDEX, Inputs
-from loss_bench.measure import poison
-from loss_bench.reference import CrossEntropyRows, mean_denominator, pieces, softmax_gradient, softmax_rows
+from loss_bench.measure import poison, restore
+from loss_bench.reference import (
+    CrossEntropyRows,
+    LinearPieces,
+    mean_denominator,
+    pieces,
+    softmax_gradient,
+    softmax_rows,
+)
 
 # torch holds bf16 log-probabilities, which are 0.125 apart below -16: half of that is 6% of a probability, 8 units of
 # rounding, and they are rounded more than once. Measured on an H200 with 50257 to 151936 classes: up to 18 units.
@@ -35,6 +49,19 @@ _LOSS_BUDGET = {
 }
 
 
+# Of the elements and of the norm of a linear op's gradients, in units of rounding. Measured with plain torch, whose
+# logits and log-probabilities are rounded to the dtype, at 512 x 256 x 8192 to 64 x 128 x 50257 on a CPU: up to 35
+# and 0.6 in bf16, 12 and 0.9 in fp16. In float32 the order in which products are summed matters too: up to 570 and 71.
+_LINEAR_BUDGET = {
+    torch.float16: (96, 4),
+    torch.bfloat16: (96, 4),
+    torch.float32: (2048, 256),
+    torch.float64: (2048, 256),
+}
+
+_TAIL = 6
+
+
 @dataclass(frozen=True)
 class Verdict:
     """How far a result is from float64.
@@ -42,10 +69,10 @@ class Verdict:
     Attributes:
         right: whether it is within the budget.
         loss_error: relative error of the loss; of the output (norm of the difference over the norm) for softmax.
-        grad_error: relative error of the gradient, the same way; None without one.
-        worst: largest error of an element, as a multiple of what it may be; above 1 is wrong.
+        grad_error: relative error of the gradient, the same way, the largest where there are several; None without one.
+        worst: largest error of an element, or of a norm, as a multiple of what it may be; above 1 is wrong.
         reason: what is wrong, or "".
-        overwrites: whether the call changed the logits.
+        overwrites: whether the call changed its inputs.
     """
 
     right: bool
@@ -58,16 +85,25 @@ class Verdict:
 
 @dataclass
 class _Errors:
-    """Sums over the pieces."""
+    """Sums over the pieces of `what`.
 
+    Attributes:
+        norm_budget: relative error that the norm of all may have.
+        floor_squares: sum of the squares of what an element may be off however large it is.
+    """
+
+    what: str = "gradient"
+    norm_budget: float = math.inf
     squares: float = 0.0
     reference_squares: float = 0.0
+    floor_squares: float = 0.0
     worst: float = 0.0
 
-    def add(self, got: Tensor, want: Tensor, allowed: Tensor) -> None:
+    def add(self, got: Tensor, want: Tensor, allowed: Tensor, floor: Tensor | float = 0.0) -> None:
         difference = (got.double() - want).abs_()
         self.squares += float(difference.square().sum())
         self.reference_squares += float(want.square().sum())
+        self.floor_squares += float(torch.as_tensor(floor).square().mean()) * want.numel()
         # The largest of nothing is 0; NaN, which no comparison would find, stays NaN.
         if difference.numel():
             self.worst = _larger(self.worst, float((difference / allowed).amax()))
@@ -78,6 +114,12 @@ class _Errors:
             return math.sqrt(self.squares)
         return math.sqrt(self.squares / self.reference_squares)
 
+    @property
+    def excess(self) -> float:
+        """The largest error of an element, or that of the norm, as a multiple of what it may be."""
+        allowed = self.norm_budget * math.sqrt(self.reference_squares) + math.sqrt(self.floor_squares)
+        return _larger(self.worst, math.sqrt(self.squares) / allowed if allowed else 0.0)
+
 
 def _larger(a: float, b: float) -> float:
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
@@ -85,41 +127,66 @@ def _larger(a: float, b: float) -> float:
 
 @dataclass(frozen=True)
 class _Result:
-    """What a call returned, and what it was given."""
+    """What a call returned, and what it was given.
 
-    logits: Tensor
+    Attributes:
+        leaves: as they were before the call; logits as (rows, classes).
+        gradients: one of each leaf, None where there is none; empty for a call without grad.
+    """
+
+    leaves: tuple[Tensor, ...]
     target: Tensor | None
     weight: Tensor | None
     upstream: Tensor | float | None
     output: Tensor
-    gradient: Tensor | None
+    gradients: tuple[Tensor | None, ...]
+
+    def outer(self, rows: slice) -> Tensor | float | None:
+        """The upstream gradient of these rows."""
+        return self.upstream[rows] if isinstance(self.upstream, Tensor) else self.upstream
 
 
 def check(case: Case, call: Call, inputs: Inputs, *, grad: bool, seed: int = 0) -> Verdict:
     """Run `call` once on the first set, with some rows ignored and a random upstream gradient, and judge the result.
 
-    The logits are put back if the call changed them.
+    The inputs are put back if the call changed them.
     """
-    logits = inputs.logits[0]
-    before = logits.detach().clone()
+    leaves = inputs.leaves(0)
+    before = tuple(leaf.detach().clone() for leaf in leaves)
     target = _with_ignored_rows(inputs.target[0]) if inputs.target else None
     upstream = (inputs.grad_output[0] if inputs.grad_output else _random_upstream(seed)) if grad else None
-    logits.grad = None
-    poison(logits.device, case.logits_bytes)
+    _clear(leaves)
+    poison(before[0].device, case.logits_bytes)
     try:
-        output, gradient = _run(call, logits, target, upstream)
-        overwrites = not torch.equal(logits.detach(), before)
+        output, gradients = _run(call, leaves, target, upstream)
+        overwrites = not all(torch.equal(leaf.detach(), value) for leaf, value in zip(leaves, before, strict=True))
         if overwrites:
-            with torch.no_grad():
-                logits.copy_(before)
-        judge = _judge_cross_entropy if case.is_loss else _judge_softmax
-        flat = (case.rows, case.classes)
-        gradient = None if gradient is None else gradient.reshape(flat)
+            restore(leaves, before)
+        if case.op not in LINEAR:
+            flat = (case.rows, case.classes)
+            before = (before[0].view(flat),)
+            gradients = tuple(None if gradient is None else gradient.reshape(flat) for gradient in gradients)
         targets = shifted(target) if case.op == "causal_lm_loss" else target
-        result = _Result(before.view(flat), targets, inputs.weight, upstream, output, gradient)
-        return _verdict(*judge(case, result), missing=grad and gradient is None, overwrites=overwrites)
+        result = _Result(before, targets, inputs.weight, upstream, output, gradients)
+        return _verdict(*_judge(case)(case, result), missing=_missing(result), overwrites=overwrites)
     finally:
-        logits.grad = None
+        _clear(leaves)
+
+
+def _clear(leaves: Iterable[Tensor]) -> None:
+    for leaf in leaves:
+        leaf.grad = None
+
+
+def _missing(result: _Result) -> list[str]:
+    """A reason for each leaf that has no gradient."""
+    found = zip(_leaf_names(result), result.gradients, strict=False)
+    return [f"no gradient{name and ' of ' + name}" for name, gradient in found if gradient is None]
+
+
+def _leaf_names(result: _Result) -> Sequence[str]:
+    """Logits are the only ones and need no name."""
+    return [""] if len(result.leaves) == 1 else ["input", "linear_weight", "linear_bias"]
 
 
 def _random_upstream(seed: int) -> float:
@@ -128,18 +195,22 @@ def _random_upstream(seed: int) -> float:
 
 
 def _run(
-    call: Call, logits: Tensor, target: Tensor | None, upstream: Tensor | float | None
-) -> tuple[Tensor, Tensor | None]:
+    call: Call, leaves: Sequence[Tensor], target: Tensor | None, upstream: Tensor | float | None
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     if upstream is None:
         with torch.no_grad():
-            return call(logits.detach(), target).clone(), None
-    output = call(logits, target)
+            return call(*(leaf.detach() for leaf in leaves), target).clone(), ()
+    output = call(*leaves, target)
     output.backward(upstream.to(output.dtype) if isinstance(upstream, Tensor) else torch.full_like(output, upstream))
-    gradient = logits.grad
-    if gradient is not None and gradient.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr():
-        # The logits are about to be restored, and the gradient has their memory.
-        gradient = gradient.clone()
-    return output.detach(), gradient
+    return output.detach(), tuple(_own_gradient(leaf) for leaf in leaves)
+
+
+def _own_gradient(leaf: Tensor) -> Tensor | None:
+    gradient = leaf.grad
+    if gradient is not None and gradient.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr():
+        # The inputs are about to be restored, and the gradient has their memory.
+        return gradient.clone()
+    return gradient
 
 
 def _with_ignored_rows(target: Tensor) -> Tensor:
@@ -150,31 +221,88 @@ def _with_ignored_rows(target: Tensor) -> Tensor:
     return changed
 
 
-def _verdict(loss_error: float, loss_worst: float, grad: _Errors | None, *, missing: bool, overwrites: bool) -> Verdict:
-    reasons = ["no gradient"] if missing else []
+Judgement = tuple[float, float, "Sequence[_Errors]"]
+"""(relative error of the result, its largest error as a multiple of what it may be, those of the gradients)."""
+
+
+def _judge(case: Case) -> Callable[[Case, _Result], Judgement]:
+    if case.op in LINEAR:
+        return _judge_linear
+    return _judge_cross_entropy if case.is_loss else _judge_softmax
+
+
+def _verdict(
+    loss_error: float, loss_worst: float, grads: Sequence[_Errors], *, missing: Sequence[str], overwrites: bool
+) -> Verdict:
+    reasons = list(missing)
     if not loss_worst <= 1:
         reasons.append("result is NaN" if math.isnan(loss_worst) else f"result is off by {loss_error:.1e}")
-    if grad and not grad.worst <= 1:
-        found = "is NaN" if math.isnan(grad.worst) else f"is off by {grad.worst:.1f} times what it may be"
-        reasons.append(f"gradient {found}")
-    worst = _larger(loss_worst, grad.worst if grad else 0.0)
-    return Verdict(not reasons, loss_error, grad.relative if grad else None, worst, "; ".join(reasons), overwrites)
+    for grad in grads:
+        if not grad.excess <= 1:
+            found = "is NaN" if math.isnan(grad.excess) else f"is off by {grad.excess:.1f} times what it may be"
+            reasons.append(f"{grad.what} {found}")
+    worst = functools.reduce(_larger, (grad.excess for grad in grads), loss_worst)
+    grad_error = functools.reduce(_larger, (grad.relative for grad in grads)) if grads else None
+    return Verdict(not reasons, loss_error, grad_error, worst, "; ".join(reasons), overwrites)
 
 
-def _judge_cross_entropy(case: Case, result: _Result) -> tuple[float, float, _Errors | None]:
+def _judge_cross_entropy(case: Case, result: _Result) -> Judgement:
     assert result.target is not None
     denominator = mean_denominator(case, result.target, result.weight)
+    (logits,), gradient = result.leaves, next(iter(result.gradients), None)
     errors, row_losses = _Errors(), []
     for rows in pieces(case):
-        reference = CrossEntropyRows(case, result.logits[rows], result.target[rows], result.weight)
+        reference = CrossEntropyRows(case, logits[rows], result.target[rows], result.weight)
         row_losses.append(reference.loss)
-        if result.gradient is not None:
-            outer = result.upstream[rows] if isinstance(result.upstream, Tensor) else result.upstream
-            factor = torch.as_tensor(outer, device=reference.loss.device, dtype=torch.float64) / denominator
-            want, terms = reference.gradient(factor.expand(reference.loss.shape))
-            errors.add(result.gradient[rows], want, _allowed(case, terms))
+        if gradient is not None:
+            want, terms = reference.gradient(_row_factor(result, rows, denominator, reference.loss))
+            errors.add(gradient[rows], want, _allowed(case, terms))
     loss_error, loss_worst = _loss_error(case, torch.cat(row_losses), result.output, denominator)
-    return loss_error, loss_worst, errors if result.gradient is not None else None
+    return loss_error, loss_worst, [errors] if gradient is not None else []
+
+
+def _row_factor(result: _Result, rows: slice, denominator: float, like: Tensor) -> Tensor:
+    """What the gradient of each row's loss is multiplied by."""
+    outer = torch.as_tensor(result.outer(rows), device=like.device, dtype=torch.float64)
+    return (outer / denominator).expand(like.shape)
+
+
+def _judge_linear(case: Case, result: _Result) -> Judgement:
+    """Piece by piece of the rows, so that the logits are never there as a whole."""
+    assert result.target is not None
+    denominator = mean_denominator(case, result.target, result.weight)
+    product = LinearPieces(case, result.leaves)
+    elements, norm = (factor * torch.finfo(case.torch_dtype).eps for factor in _LINEAR_BUDGET[case.torch_dtype])
+    errors = [_Errors(f"gradient of {name}", norm) for name in _leaf_names(result)[: len(result.gradients)]]
+
+    def judge(place: int, part: slice, want: Tensor, scale: Tensor, floor: Tensor) -> None:
+        gradient = result.gradients[place]
+        if gradient is not None:
+            # Half the smallest number is what each term may lose, and the sum is rounded too. Of millions of elements
+            # some lie at several standard deviations.
+            floor = floor * (_smallest(case) / 2)
+            allowed = scale.mul_(elements) + _TAIL * floor + 2 * _smallest(case)
+            errors[place].add(gradient[part], want, allowed, floor)
+
+    row_losses, row_terms = [], []
+    for rows in pieces(case):
+        reference = CrossEntropyRows(case, product.logits(rows), result.target[rows], result.weight)
+        row_losses.append(reference.loss)
+        row_terms.append(reference.loss_terms())
+        if result.gradients:
+            judge(
+                0, rows, *product.add(rows, *reference.gradient(_row_factor(result, rows, denominator, reference.loss)))
+            )
+    if result.gradients:
+        for classes in product.class_pieces():
+            judge(1, classes, *product.weight_gradient(classes))
+            if case.options.bias:
+                judge(2, classes, *product.bias_gradient(classes))
+    # Rounded logits move a loss by half a unit of them at most, also where the loss itself is a float32.
+    slack = torch.cat(row_terms) * (torch.finfo(case.torch_dtype).eps / 2)
+    loss_error, loss_worst = _loss_error(case, torch.cat(row_losses), result.output, denominator, slack)
+    present = [error for error, gradient in zip(errors, result.gradients, strict=True) if gradient is not None]
+    return loss_error, loss_worst, present
 
 
 def _allowed(case: Case, terms: Tensor) -> Tensor:
@@ -188,24 +316,29 @@ def _smallest(case: Case) -> float:
     return info.smallest_normal * info.eps
 
 
-def _loss_error(case: Case, row_losses: Tensor, output: Tensor, denominator: float) -> tuple[float, float]:
+def _loss_error(
+    case: Case, row_losses: Tensor, output: Tensor, denominator: float, slack: Tensor | None = None
+) -> tuple[float, float]:
+    """The relative error, and the error as a multiple of what it may be; `slack` (rows,) is added to that."""
     budget = _LOSS_BUDGET.get(output.dtype, 2e-5)
+    slack = torch.zeros_like(row_losses) if slack is None else slack
     got = output.double()
     if case.options.reduction == "none":
         difference = (got - row_losses).abs()
-        worst = float((difference / (budget * (row_losses.abs() + 1))).amax())
+        worst = float((difference / (budget * (row_losses.abs() + 1) + slack)).amax())
         return float(difference.norm() / row_losses.norm()), worst
     want = float(row_losses.sum()) / denominator
     error = abs(float(got) - want) / max(abs(want), 1e-30)
-    return error, error / budget
+    return error, error / (budget + float(slack.sum()) / denominator / max(abs(want), 1e-30))
 
 
-def _judge_softmax(case: Case, result: _Result) -> tuple[float, float, _Errors | None]:
+def _judge_softmax(case: Case, result: _Result) -> Judgement:
+    (logits,), gradient = result.leaves, next(iter(result.gradients), None)
     forward, backward = _Errors(), _Errors()
     for rows in pieces(case):
-        want, terms = softmax_rows(case, result.logits[rows])
+        want, terms = softmax_rows(case, logits[rows])
         forward.add(result.output[rows], want, _allowed(case, terms))
-        if result.gradient is not None:
+        if gradient is not None:
             assert isinstance(result.upstream, Tensor)
             outer = result.upstream[rows].double()
             want, terms = softmax_gradient(case, want, outer)
@@ -213,5 +346,5 @@ def _judge_softmax(case: Case, result: _Result) -> tuple[float, float, _Errors |
             if case.op == "softmax":
                 # It is made of the rounded output, whose small probabilities have the dtype's smallest spacing.
                 allowed += outer.abs().add_(1.0).mul_(_smallest(case))
-            backward.add(result.gradient[rows], want, allowed)
-    return forward.relative, forward.worst, backward if result.gradient is not None else None
+            backward.add(gradient[rows], want, allowed)
+    return forward.relative, forward.worst, [backward] if gradient is not None else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -32,13 +32,27 @@ OpsArgument = Annotated[
         help=f"{', '.join(cases.OPS)}, or all; default: cross_entropy, or the ops of --preset seeds.",
     ),
 ]
-ShapeOption = Annotated[list[str] | None, typer.Option("--shape", "-s", help="ROWSxCLASSES, repeated or with commas.")]
+ShapeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape",
+        "-s",
+        help="ROWSxCLASSES, for linear_cross_entropy ROWSxHIDDENxCLASSES; repeated or with commas.",
+    ),
+]
 VocabOption = Annotated[
     list[str] | None,
     typer.Option("--vocab", help=f"Classes, as numbers or models: {', '.join(cases.VOCABULARIES)}."),
 ]
 RowsOption = Annotated[
     list[str] | None, typer.Option("--rows", help="Rows to combine with --vocab; default 4096 (64 on a CPU).")
+]
+HiddenOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--hidden",
+        help="Widths of the input of linear_cross_entropy to combine with --vocab; default 4096 (256 on a CPU).",
+    ),
 ]
 DtypeOption = Annotated[
     list[str] | None,
@@ -67,7 +81,10 @@ SoftcapOption = Annotated[
     float | None, typer.Option(help="Cap c of the logits, which become c * tanh(logits / c); positive.")
 ]
 WeightOption = Annotated[bool, typer.Option("--weight", help="Random class weights.")]
-InplaceOption = Annotated[bool, typer.Option("--inplace", help="Let the gradient take the logits' memory.")]
+BiasOption = Annotated[bool, typer.Option("--bias", help="Random bias of the logits; linear_cross_entropy alone.")]
+InplaceOption = Annotated[
+    bool, typer.Option("--inplace", help="Let the gradient take the logits' memory; not for linear_cross_entropy.")
+]
 JobsOption = Annotated[
     int | None,
     typer.Option("--jobs", "-j", min=1, help="Processes at once; default: half the cores, 8 at most."),
@@ -142,6 +159,7 @@ class SizeWords:
     shape: list[str] | None = None
     vocab: list[str] | None = None
     rows: list[str] | None = None
+    hidden: list[str] | None = None
     dtype: list[str] | None = None
     preset: str | None = None
 
@@ -154,46 +172,73 @@ def choose_cases(
     Raises:
         ValueError: if a word is unknown, or one says what another one makes void.
     """
-    names = _ops(ops, words.preset)
-    given = replace(options, logits="").describe()
-    if given and not any(op in cases.LOSSES for op in names):
-        raise ValueError(f"{given} is for {' and '.join(cases.LOSSES)}, not for {', '.join(names)}")
-    sizes = _real_size(real, words) if real is not None else _sizes(device, words)
+    names, every = _ops(ops, words.preset)
+    _check_options(options, names)
+    sizes = _real_size(real, words) if real is not None else _sizes(device, words, names)
+    if every:
+        names = [op for op in names if any(size.fits(op) for size in sizes)]
     return cases.build_cases(names, sizes, options, [cases.parse_dtype(name) for name in cases.words(words.dtype)])
 
 
-def _ops(names: list[str] | None, preset: str | None) -> list[str]:
-    # The seeds' tables are of all three.
+def _ops(names: list[str] | None, preset: str | None) -> tuple[list[str], bool]:
+    """The ops, and whether that is to be all that the sizes fit."""
+    # The seeds' tables are of all that they had.
     chosen = cases.words(names) or (["all"] if preset == "seeds" else ["cross_entropy"])
     if "all" not in chosen:
-        return chosen
-    return [op for op in cases.OPS if preset != "seeds" or op != "causal_lm_loss"]
+        return chosen, False
+    return [op for op in cases.OPS if preset != "seeds" or op != "causal_lm_loss"], True
+
+
+def _check_options(options: Options, names: Sequence[str]) -> None:
+    """Raise for options that none of the ops `names` has."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name in options.given:
+        able = cases.ops_with(name)
+        if not set(able) & set(names):
+            found.setdefault(able, []).append(f"{name}={getattr(options, name)}")
+    if found:
+        words = "; ".join(f"{' '.join(given)} is for {', '.join(able)}" for able, given in found.items())
+        raise ValueError(f"{words}, not for {', '.join(names)}")
 
 
 def _real_size(real: RealInputs, words: SizeWords) -> list[Size]:
-    void = [f"--{name}" for name in ("shape", "vocab", "rows", "preset") if getattr(words, name)]
+    void = [f"--{name}" for name in ("shape", "vocab", "rows", "hidden", "preset") if getattr(words, name)]
     if void:
         raise ValueError(f"--logits brings a shape of its own; leave out {', '.join(void)}")
     rows, classes = real.logits.shape
-    return [(rows, classes, cases.parse_dtype(str(real.logits.dtype).removeprefix("torch.")))]
+    return [Size(rows, classes, cases.parse_dtype(str(real.logits.dtype).removeprefix("torch.")))]
 
 
-def _sizes(device: torch.device, words: SizeWords) -> list[Size]:
+def _sizes(device: torch.device, words: SizeWords, ops: Sequence[str]) -> list[Size]:
     """The sizes that the options name, those of the preset if there are none."""
-    default_dtype = "float32" if device.type == "cpu" else "bfloat16"
-    sizes = [(*cases.parse_shape(text), default_dtype) for text in cases.words(words.shape)]
-    vocabularies = [cases.parse_vocabulary(text) for text in cases.words(words.vocab)]
-    if words.rows and not vocabularies:
-        raise ValueError("--rows goes with --vocab; with --shape the rows are part of it")
-    row_counts = [_positive(text) for text in cases.words(words.rows)] or [64 if device.type == "cpu" else 4096]
-    sizes += [(count, classes, default_dtype) for classes in vocabularies for count in row_counts]
+    dtype = "float32" if device.type == "cpu" else "bfloat16"
+    shapes = [cases.parse_shape(text, ops) for text in cases.words(words.shape)]
+    sizes = [Size(rows, classes, dtype, hidden) for rows, classes, hidden in shapes]
+    sizes += [Size(rows, classes, dtype, hidden) for rows, classes, hidden in _swept(device, words, ops)]
     if words.preset is not None:
         check_choice("preset", words.preset, tuple(cases.PRESETS))
         sizes += cases.PRESETS[words.preset]
     return sizes or list(cases.PRESETS[cases.default_preset(device)])
 
 
-def _positive(text: str) -> int:
+def _swept(device: torch.device, words: SizeWords, ops: Sequence[str]) -> list[tuple[int, int, int | None]]:
+    """Rows, classes and hidden of ``--vocab`` with ``--rows`` and ``--hidden``."""
+    vocabularies = [cases.parse_vocabulary(text) for text in cases.words(words.vocab)]
+    linear = [op for op in ops if op in cases.LINEAR]
+    for name in ("rows", "hidden"):
+        if getattr(words, name) and not vocabularies:
+            raise ValueError(f"--{name} goes with --vocab; with --shape it is part of the shape")
+    if words.hidden and not linear:
+        raise ValueError(f"--hidden is for {', '.join(cases.LINEAR)}, not for {', '.join(ops)}")
+    rows = [_positive("rows", text) for text in cases.words(words.rows)] or [64 if device.type == "cpu" else 4096]
+    widths = [_positive("hidden", text) for text in cases.words(words.hidden)]
+    widths = widths or [256 if device.type == "cpu" else 4096]
+    hidden: list[int | None] = [None] if len(linear) < len(ops) else []
+    hidden += widths if linear else []
+    return [(count, classes, width) for classes in vocabularies for count in rows for width in hidden]
+
+
+def _positive(what: str, text: str) -> int:
     if not text.isdigit() or int(text) == 0:
-        raise ValueError(f"rows must be a positive number, got {text!r}")
+        raise ValueError(f"{what} must be a positive number, got {text!r}")
     return int(text)

@@ -16,12 +16,14 @@ from rich.table import Table
 
 from loss_bench import __version__, accuracy, cases, compiling, report
 from loss_bench.accuracy import KINDS, Accuracy, AccuracyTask, new_accuracy
-from loss_bench.calls import find_backends
+from loss_bench.calls import check_installed, find_backends
 from loss_bench.cases import Options
 from loss_bench.choices import (
     BackendOption,
+    BiasOption,
     DeviceOption,
     DtypeOption,
+    HiddenOption,
     InplaceOption,
     InProcessOption,
     JobsOption,
@@ -134,6 +136,7 @@ def run(
     shape: ShapeOption = None,
     vocab: VocabOption = None,
     rows: RowsOption = None,
+    hidden: HiddenOption = None,
     dtype: DtypeOption = None,
     preset: PresetOption = None,
     passes: Annotated[
@@ -144,6 +147,7 @@ def run(
     z_loss: ZLossOption = 0.0,
     softcap: SoftcapOption = None,
     weight: WeightOption = False,
+    bias: BiasOption = False,
     ignored: Annotated[float, typer.Option(min=0.0, max=0.999, help="Share of rows with an ignored target.")] = 0.0,
     inplace: InplaceOption = False,
     logits: Annotated[
@@ -189,14 +193,16 @@ def run(
       loss-bench run cross_entropy --vocab llama3,qwen3 --rows 4096,8192 --dtype bf16 --json results.json
 
       loss-bench run softmax log_softmax --shape 4096x16384 --dtype fp16 --backend torch-nn,triton
+
+      loss-bench run linear_cross_entropy --shape 8192x4096x128256
     """
     deadline = time.monotonic() + budget if budget is not None else None
     try:
         where = choose_device(device)
         real = read_logits(logits) if logits else None
         file = logits.name if logits else ""
-        options = Options(reduction, label_smoothing, z_loss, softcap, weight, ignored, inplace, file)
-        chosen = choose_cases(where, ops, SizeWords(shape, vocab, rows, dtype, preset), options, real)
+        options = Options(reduction, label_smoothing, z_loss, softcap, weight, ignored, inplace, file, bias)
+        chosen = choose_cases(where, ops, SizeWords(shape, vocab, rows, hidden, dtype, preset), options, real)
         chosen_passes = cases.words(passes) or list(cases.PASSES)
         for name in chosen_passes:
             check_choice("pass", name, cases.PASSES)
@@ -271,6 +277,7 @@ def warm(
     shape: ShapeOption = None,
     vocab: VocabOption = None,
     rows: RowsOption = None,
+    hidden: HiddenOption = None,
     dtype: DtypeOption = None,
     preset: PresetOption = None,
     reduction: ReductionOption = "mean",
@@ -278,6 +285,7 @@ def warm(
     z_loss: ZLossOption = 0.0,
     softcap: SoftcapOption = None,
     weight: WeightOption = False,
+    bias: BiasOption = False,
     inplace: InplaceOption = False,
     jobs: JobsOption = None,
     time_limit: TimeLimitOption = 120.0,
@@ -295,10 +303,12 @@ def warm(
     """
     try:
         where = choose_device(device)
-        options = Options(reduction, label_smoothing, z_loss, softcap, weight, inplace=inplace)
-        chosen = choose_cases(where, ops, SizeWords(shape, vocab, rows, dtype, preset), options)
+        options = Options(reduction, label_smoothing, z_loss, softcap, weight, inplace=inplace, bias=bias)
+        chosen = choose_cases(where, ops, SizeWords(shape, vocab, rows, hidden, dtype, preset), options)
         # Without names somebody has to ask who can run here; with names the processes find out by themselves.
-        names = cases.words(backend) or [b.name for b in find_backends(where) if b.available]
+        names = cases.words(backend)
+        check_installed(names)
+        names = names or [b.name for b in find_backends(where) if b.available]
     except (ValueError, RuntimeError) as error:
         raise mistake(error) from error
     tasks = compiling.make_tasks(names, chosen)
@@ -360,7 +370,8 @@ def accuracy_command(
         names = cases.words(ops) or list(_ACCURACY_OPS)
         for name in names:
             check_choice("op", name, _ACCURACY_OPS)
-        chosen = cases.build_cases(names, [(*cases.parse_shape(shape), "float32")], dtypes=dtypes)
+        rows, classes, _ = cases.parse_shape(shape, names)
+        chosen = cases.build_cases(names, [cases.Size(rows, classes, "float32")], dtypes=dtypes)
     except (ValueError, RuntimeError) as error:
         raise mistake(error) from error
     result = Report(environment(where), settings={"seed": seed, "shape": shape})

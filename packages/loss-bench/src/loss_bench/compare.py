@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from loss_bench.cases import shape_title
 from loss_bench.results import FAILURES, Report, Row
 from loss_bench.tables import milliseconds
 
@@ -63,7 +64,7 @@ def _change(old: Row, new: Row) -> Change:
 def comparison_table(changes: Sequence[Change], above: float | None) -> Table:
     """The changes as a table, those that fail in red."""
     table = Table(title="new over old", title_justify="left", title_style="bold")
-    for title in ("op", "rows x classes", "dtype", "pass", "backend"):
+    for title in ("op", shape_title(change.new.hidden for change in changes), "dtype", "pass", "backend"):
         table.add_column(title)
     for title in ("old ms", "new ms", "ratio", "interval"):
         table.add_column(title, justify="right")

@@ -14,15 +14,15 @@ import loss_core
 import torch
 
 from loss_bench.calls import make_call
-from loss_bench.cases import Case
+from loss_bench.cases import LINEAR, Case
 from loss_bench.inputs import random_inputs
 from loss_bench.measure import PassWork, synchronize
 from loss_bench.processes import Done, Tell
 from loss_bench.results import FAILURES
-from loss_bench.runner import TINY_CLASSES, TINY_ROWS
 
-# Kernels that take any number of rows are compiled on few, so that N processes fit on the device.
-_MOST_ROWS = 512
+# Kernels that take any number of rows are compiled on few, so that N processes fit on the device. A linear op goes
+# through the rows in chunks, with kernels of their own for the first, the others and a single one: Quack's are of 4096.
+_MOST_ROWS, _MOST_LINEAR_ROWS = 512, 8192
 _ALIGNMENT = 16
 
 
@@ -39,8 +39,8 @@ class CompileTask:
 
 def make_tasks(backends: Sequence[str], cases: Sequence[Case]) -> list[CompileTask]:
     """Every backend with every case, and with the small ones that the host time is measured on."""
-    small = [Case(case.op, TINY_ROWS, TINY_CLASSES, case.dtype, case.options) for case in cases]
-    return [CompileTask(backend, case) for backend in backends for case in dict.fromkeys([*cases, *small])]
+    wanted = dict.fromkeys([*cases, *(case.tiny for case in cases)])
+    return [CompileTask(backend, case) for backend in backends for case in wanted]
 
 
 def seconds_by_backend(outcomes: Iterable[Done[CompileTask, None]]) -> dict[str, float]:
@@ -64,7 +64,7 @@ def compile_case(task: CompileTask, device: torch.device, tell: Tell) -> None:
     torch.set_num_threads(1)
     case = task.case
     if not getattr(loss_core.get_backend(task.backend).module, "STATIC_SHAPES", False):
-        case = replace(case, rows=_few(case.rows))
+        case = replace(case, rows=_few(case.rows, _MOST_LINEAR_ROWS if case.op in LINEAR else _MOST_ROWS))
     inputs = random_inputs(case, device, seed=0, sets=1)
     call = make_call(case, task.backend, inputs.weight)
     for pass_ in ("forward+backward", "no-grad"):
@@ -75,6 +75,6 @@ def compile_case(task: CompileTask, device: torch.device, tell: Tell) -> None:
     synchronize(device)
 
 
-def _few(rows: int) -> int:
+def _few(rows: int, most: int) -> int:
     # Triton has one kernel for multiples of 16 and one for the rest.
-    return rows if rows <= _MOST_ROWS else _MOST_ROWS + rows % _ALIGNMENT
+    return rows if rows <= most else most + rows % _ALIGNMENT

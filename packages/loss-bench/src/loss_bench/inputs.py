@@ -14,6 +14,7 @@ from loss_bench.cases import Case
 IGNORE_INDEX = -100
 
 _MOST_SETS = 8
+_DEVIATION = 3.0
 
 
 @dataclass
@@ -21,39 +22,55 @@ class Inputs:
     """Several sets of the same kind, so that one call does not find the data of the last one in a cache.
 
     Attributes:
-        logits: leaves that require grad, one a set.
+        input: leaves that require grad, one a set: the logits, for a linear op what they are made of (rows x hidden).
         target: the target classes of each set; empty for softmax and log-softmax.
         weight: class weights, or None.
         grad_output: the upstream gradient where the result is no scalar, one a set.
+        linear_weight: of a linear op, leaves (classes x hidden) that require grad, one a set; empty for the others.
+        linear_bias: of a linear op with a bias, the same with (classes,).
     """
 
-    logits: list[Tensor]
+    input: list[Tensor]
     target: list[Tensor] = field(default_factory=list)
     weight: Tensor | None = None
     grad_output: list[Tensor] = field(default_factory=list)
+    linear_weight: list[Tensor] = field(default_factory=list)
+    linear_bias: list[Tensor] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.logits)
+        return len(self.input)
+
+    def leaves(self, which: int) -> tuple[Tensor, ...]:
+        """What a call on set `which` is given in front of the target, and has a gradient."""
+        return tuple(kind[which] for kind in (self.input, self.linear_weight, self.linear_bias) if kind)
 
 
 def sets_needed(case: Case, cache_bytes: int) -> int:
-    """How many sets make at least twice the cache, between 2 and 8."""
-    return min(_MOST_SETS, max(2, math.ceil(2 * cache_bytes / max(1, case.logits_bytes))))
+    """How many sets make at least twice the cache, between 2 and 8; one may do for a linear op."""
+    # With its gradients a set of a linear op is gigabytes, and the memory is wanted for what the libraries need.
+    least = 1 if case.hidden else 2
+    return min(_MOST_SETS, max(least, math.ceil(2 * cache_bytes / max(1, case.input_bytes))))
 
 
 def random_inputs(case: Case, device: torch.device, *, seed: int, sets: int) -> Inputs:
     """Random sets of `case` on `device`.
 
     The logits have a standard deviation of 3, which gives rows in which some classes are likely and most are not,
-    as a model's are; with less, every probability would drown in the rounding of a half-precision gradient.
+    as a model's are; with less, every probability would drown in the rounding of a half-precision gradient. Those of a
+    linear op come to that from inputs of deviation 1, as behind a model's last normalisation.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
-    def normal() -> Tensor:
-        blank = torch.empty(case.logits_shape, dtype=case.torch_dtype, device=device)
-        return blank.normal_(0.0, 3.0, generator=generator)
+    def normal(shape: tuple[int, ...], deviation: float) -> list[Tensor]:
+        blanks = (torch.empty(shape, dtype=case.torch_dtype, device=device) for _ in range(sets))
+        return [blank.normal_(0.0, deviation, generator=generator).requires_grad_() for blank in blanks]
 
-    inputs = Inputs([normal().requires_grad_() for _ in range(sets)])
+    if case.hidden is None:
+        inputs = Inputs(normal(case.logits_shape, _DEVIATION))
+    else:
+        inputs = Inputs(normal((case.rows, case.hidden), 1.0))
+        inputs.linear_weight = normal((case.classes, case.hidden), _DEVIATION * case.hidden**-0.5)
+        inputs.linear_bias = normal((case.classes,), 1.0) if case.options.bias else []
     if case.is_loss:
         positions = case.logits_shape[:-1]
         inputs.target = [
@@ -66,13 +83,13 @@ def random_inputs(case: Case, device: torch.device, *, seed: int, sets: int) -> 
 
 def _add_rest(case: Case, inputs: Inputs, generator: torch.Generator) -> None:
     """Class weights and upstream gradients, which are random whatever the logits are."""
-    device = inputs.logits[0].device
+    device = inputs.input[0].device
     if case.options.weight:
         inputs.weight = torch.rand(case.classes, device=device, generator=generator) + 0.5
     size = _result_shape(case)
     if size is not None:
         inputs.grad_output = [
-            torch.empty(size, dtype=case.torch_dtype, device=device).normal_(generator=generator) for _ in inputs.logits
+            torch.empty(size, dtype=case.torch_dtype, device=device).normal_(generator=generator) for _ in inputs.input
         ]
 
 

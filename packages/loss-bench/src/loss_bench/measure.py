@@ -1,6 +1,6 @@
 """Clocks, host time, peak memory and ceilings.
 
-An iteration is prepared (gradients cleared, overwritten logits restored, for the backward pass the forward pass run),
+An iteration is prepared (gradients cleared, overwritten inputs restored, for the backward pass the forward pass run),
 then a buffer larger than the last-level cache is written, and only then does the timed part start. On a GPU the clock
 is a pair of CUDA events, the GPU is kept busy in front of the first of them until the host has enqueued the whole pass,
 and nothing waits for the GPU until all iterations are in its queue.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -52,29 +52,28 @@ class PassWork:
         call: the backend's call.
         inputs: the sets to rotate through.
         pass_: one of ``cases.PASSES``.
-        pristine: copies of the logits to restore from before each iteration, for a backend that overwrites them.
+        pristine: copies of the inputs (the logits, for most ops) to restore from before each iteration, for a backend
+            that overwrites them.
     """
 
     call: Call
     inputs: Inputs
     pass_: str
-    pristine: Sequence[Tensor] | None = None
+    pristine: Sequence[Sequence[Tensor]] | None = None
     _results: dict[int, Tensor] = field(default_factory=dict)
-    _detached: list[Tensor] = field(default_factory=list)
+    _detached: list[tuple[Tensor, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # An evaluation's logits do not require grad, and some libraries look at that rather than at the grad mode.
-        self._detached = [logits.detach() for logits in self.inputs.logits]
+        # An evaluation's inputs do not require grad, and some libraries look at that rather than at the grad mode.
+        sets = range(len(self.inputs))
+        self._detached = [tuple(leaf.detach() for leaf in self.inputs.leaves(which)) for which in sets]
 
     def prepare(self, index: int) -> None:
-        """Clear the gradient, restore the logits, run the forward half of a backward pass."""
+        """Clear the gradients, restore the inputs, run the forward half of a backward pass."""
         which = index % len(self.inputs)
-        logits = self.inputs.logits[which]
-        # A gradient left over would turn the backward pass into an addition.
-        logits.grad = None
+        self._clear_gradients(which)
         if self.pristine is not None:
-            with torch.no_grad():
-                logits.copy_(self.pristine[which])
+            restore(self.inputs.leaves(which), self.pristine[which])
         if self.pass_ == "backward":
             self._results[which] = self._forward(which)
 
@@ -85,26 +84,38 @@ class PassWork:
             self._backward(which, self._results[which])
         elif self.pass_ == "no-grad":
             with torch.no_grad():
-                self._results[which] = self.call(self._detached[which], self._target(which))
+                self._results[which] = self.call(*self._detached[which], self._target(which))
         else:
             result = self._results[which] = self._forward(which)
             if self.pass_ == "forward+backward":
                 self._backward(which, result)
 
     def finish(self, index: int) -> None:
-        """Let go of the result and the gradient."""
+        """Let go of the result and the gradients."""
         which = index % len(self.inputs)
         self._results.pop(which, None)
-        self.inputs.logits[which].grad = None
+        self._clear_gradients(which)
+
+    def _clear_gradients(self, which: int) -> None:
+        # A gradient left over would turn the backward pass into an addition.
+        for leaf in self.inputs.leaves(which):
+            leaf.grad = None
 
     def _forward(self, which: int) -> Tensor:
-        return self.call(self.inputs.logits[which], self._target(which))
+        return self.call(*self.inputs.leaves(which), self._target(which))
 
     def _target(self, which: int) -> Tensor | None:
         return self.inputs.target[which] if self.inputs.target else None
 
     def _backward(self, which: int, result: Tensor) -> None:
         result.backward(self.inputs.grad_output[which] if self.inputs.grad_output else None)
+
+
+def restore(leaves: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    """Give the memory of each leaf its value back."""
+    with torch.no_grad():
+        for leaf, value in zip(leaves, values, strict=True):
+            leaf.copy_(value)
 
 
 class GraphWork:
@@ -121,7 +132,8 @@ class GraphWork:
 
     def __init__(self, work: PassWork) -> None:
         self._work = work
-        self._leaf = work.inputs.logits[0].detach().requires_grad_(work.pass_ != "no-grad")
+        wants_grad = work.pass_ != "no-grad"
+        self._leaves = [leaf.detach().requires_grad_(wants_grad) for leaf in work.inputs.leaves(0)]
         self._target = work.inputs.target[0] if work.inputs.target else None
         self._outer = work.inputs.grad_output[0] if work.inputs.grad_output else None
         stream = torch.cuda.Stream()
@@ -138,21 +150,20 @@ class GraphWork:
 
     def _restore(self) -> None:
         if self._work.pristine is not None:
-            with torch.no_grad():
-                self._leaf.detach().copy_(self._work.pristine[0])
+            restore((leaf.detach() for leaf in self._leaves), self._work.pristine[0])
 
     def _body(self) -> object:
         if self._work.pass_ == "no-grad":
             with torch.no_grad():
-                return self._work.call(self._leaf, self._target)
-        result = self._work.call(self._leaf, self._target)
+                return self._work.call(*self._leaves, self._target)
+        result = self._work.call(*self._leaves, self._target)
         if self._work.pass_ == "forward":
             return result
         # Not backward(): the node that accumulates into a leaf belongs to the stream on which it was made.
-        return torch.autograd.grad(result, self._leaf, self._outer)
+        return torch.autograd.grad(result, self._leaves, self._outer)
 
     def prepare(self, index: int) -> None:
-        """Restore overwritten logits."""
+        """Restore overwritten inputs."""
         self._restore()
 
     def run(self, index: int) -> None:
@@ -405,15 +416,21 @@ def host_microseconds(
 
 
 def peak_mib(work: Work, device: torch.device) -> float | None:
-    """MiB that the pass needs at its worst beyond its inputs, gradient and saved tensors included; GPU only."""
+    """MiB that the pass needs at its worst beyond its inputs, gradients and saved tensors included; GPU only."""
     if device.type != "cuda":
         return None
+    # What is collected during the pass would be missing from it.
+    gc.collect()
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
+    work.prepare(0)
+    # What the forward half took for a moment is no part of a backward pass; what it saved is.
     torch.cuda.reset_peak_memory_stats(device)
-    _once(work, 0)
+    work.run(0)
     torch.cuda.synchronize(device)
-    return (torch.cuda.max_memory_allocated(device) - before) / _MIB
+    peak = torch.cuda.max_memory_allocated(device)
+    work.finish(0)
+    return (peak - before) / _MIB
 
 
 def copy_gb_s(device: torch.device, timer: Timer) -> float:
@@ -427,10 +444,11 @@ def copy_gb_s(device: torch.device, timer: Timer) -> float:
     return 2 * size / (summarize(timer.time(work, 20, 5)).median * 1e-3) / 1e9
 
 
-def matmul_tflop_s(device: torch.device, timer: Timer, size: int = 8192) -> float:
-    """Rate of a square bf16 matrix product on random data, in 10**12 operations a second."""
-    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    median = summarize(timer.time(_MatmulWork(left, right, torch.empty_like(left)), 10, 3)).median
+def matmul_tflop_s(device: torch.device, timer: Timer, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Rate of a square matrix product on random data, in 10**12 operations a second: 8192 wide, 1024 on a CPU."""
+    size, iterations, warmup = (1024, 5, 1) if device.type == "cpu" else (8192, 10, 3)
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    median = summarize(timer.time(_MatmulWork(left, right, torch.empty_like(left)), iterations, warmup)).median
     return 2 * size**3 / (median * 1e-3) / 1e12
 
 

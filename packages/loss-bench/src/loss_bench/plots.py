@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from loss_bench.cases import LINEAR
 from loss_bench.report import groups
 from loss_bench.results import Report, Row
 
@@ -33,11 +34,12 @@ def plots(report: Report) -> list[Plot]:
     found = []
     for table, members in groups(report):
         rows = [row for row in members if row.status == "ok"]
-        shares = [row for row in rows if row.copy_share is not None]
+        shares = [row for row in rows if row.limit_share is not None]
         if shares:
             found.append(Plot(table, table, _bars(table, shares, colours)))
-        for (count, dtype), swept in _sweeps(shares or rows).items():
-            title = f"{table} sweep, {count} rows, {dtype}"
+        for (count, hidden, dtype), swept in _sweeps(shares or rows).items():
+            width = "" if hidden is None else f"hidden {hidden}, "
+            title = f"{table} sweep, {count} rows, {width}{dtype}"
             found.append(Plot(title, table, _sweep(title, swept, colours)))
     return found
 
@@ -64,42 +66,51 @@ def _bars(title: str, rows: Sequence[Row], colours: dict[str, str]) -> Figure:
     figure, axes = _figure(title, 1.2 + 0.17 * len(names) * len(cases) + 0.2 * len(cases))
     thickness = 0.84 / len(names)
     for place, name in enumerate(names):
-        own = {f"{row.shape}\n{row.dtype}": 100 * (row.copy_share or 0) for row in rows if row.backend == name}
+        own = {f"{row.shape}\n{row.dtype}": 100 * (row.limit_share or 0) for row in rows if row.backend == name}
         offsets = [index - 0.42 + (place + 0.5) * thickness for index, case in enumerate(cases) if case in own]
         bars = axes.barh(offsets, [own[case] for case in cases if case in own], thickness, color=colours[name])
         axes.bar_label(bars, fmt="%.0f", fontsize=7, padding=2)
         bars.set_label(name)
-    axes.axvline(100, color="#888888", linestyle="--", linewidth=1, label="copy")
+    axes.axvline(100, color="#888888", linestyle="--", linewidth=1, label=_limit(rows))
     axes.set_yticks(range(len(cases)), cases, fontsize=8)
     axes.set_ylim(len(cases) - 0.4, -0.6)
-    axes.set_xlabel("% of the copy bandwidth (more is better)")
+    axes.set_xlabel(f"{_percent(rows)} (more is better)")
     figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     return figure
 
 
-def _sweeps(rows: Sequence[Row]) -> dict[tuple[int, str], list[Row]]:
-    """The rows by number of rows and dtype, where they have several vocabularies."""
-    found: dict[tuple[int, str], list[Row]] = {}
+def _limit(rows: Sequence[Row]) -> str:
+    """What bounds the op of `rows`."""
+    return "matrix product" if rows[0].op in LINEAR else "copy"
+
+
+def _percent(rows: Sequence[Row]) -> str:
+    return "% of the rate of a matrix product" if rows[0].op in LINEAR else "% of the copy bandwidth"
+
+
+def _sweeps(rows: Sequence[Row]) -> dict[tuple[int, int | None, str], list[Row]]:
+    """The rows by number of rows, width and dtype, where they have several vocabularies."""
+    found: dict[tuple[int, int | None, str], list[Row]] = {}
     for row in rows:
-        found.setdefault((row.rows, row.dtype), []).append(row)
+        found.setdefault((row.rows, row.hidden, row.dtype), []).append(row)
     return {key: members for key, members in found.items() if len({r.classes for r in members}) >= _SWEEP_LEAST}
 
 
 def _sweep(title: str, rows: Sequence[Row], colours: dict[str, str]) -> Figure:
-    shares = all(row.copy_share is not None for row in rows)
+    shares = all(row.limit_share is not None for row in rows)
     figure, axes = _figure(title, 4.0)
     for name in dict.fromkeys(row.backend for row in rows):
         own = sorted((row for row in rows if row.backend == name), key=lambda row: row.classes)
-        values = [100 * (row.copy_share or 0) if shares else (row.median_ms or 0.0) for row in own]
+        values = [100 * (row.limit_share or 0) if shares else (row.median_ms or 0.0) for row in own]
         axes.plot([row.classes for row in own], values, marker="o", markersize=4, color=colours[name], label=name)
     classes = sorted({row.classes for row in rows})
     axes.set_xscale("log")
     axes.set_xticks(classes, [str(number) for number in classes], fontsize=8, rotation=45, ha="right")
     axes.minorticks_off()
     axes.set_xlabel("classes")
-    axes.set_ylabel("% of the copy bandwidth" if shares else "median ms")
+    axes.set_ylabel(_percent(rows) if shares else "median ms")
     if shares:
-        axes.axhline(100, color="#888888", linestyle="--", linewidth=1, label="copy")
+        axes.axhline(100, color="#888888", linestyle="--", linewidth=1, label=_limit(rows))
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8, frameon=False)
     return figure

@@ -5,7 +5,8 @@ It is written out here, apart from loss_core's own, so that the two do not share
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -85,6 +86,65 @@ class CrossEntropyRows:
             slope = 1 - (self._x / self._options.softcap).square()
             grad, terms = grad * slope, terms * slope + terms * torch.finfo(torch.float32).eps
         return grad, terms
+
+
+class LinearPieces:
+    """The matrix products of a linear op in float64, for some rows at a time.
+
+    Of every gradient it also gives two sizes that errors are judged by, each element's: the norm of the terms (the
+    logits' gradients, as ``CrossEntropyRows.gradient`` gives them) times the root mean square of the other factor, and
+    the same for terms of 1, which is what a loss of 1 in each of them adds up to.
+
+    Args:
+        case: the case.
+        leaves: input (rows, hidden), linear_weight (classes, hidden) and, if the case has one, linear_bias (classes,).
+    """
+
+    def __init__(self, case: Case, leaves: Sequence[Tensor]) -> None:
+        self._case = case
+        self._input, self._weight = leaves[0].double(), leaves[1].double()
+        self._bias = leaves[2].double() if case.options.bias else None
+        self._input_size = self._input.square().mean(0).sqrt()
+        self._weight_size = self._weight.square().mean(0).sqrt()
+        self._weight_gradient: Tensor | None = None
+        self._bias_gradient = torch.zeros(case.classes, dtype=torch.float64, device=self._input.device)
+        self._squares = torch.zeros_like(self._bias_gradient)
+
+    def logits(self, rows: slice) -> Tensor:
+        """The logits of `rows`."""
+        product = self._input[rows] @ self._weight.T
+        return product if self._bias is None else product.add_(self._bias)
+
+    def add(self, rows: slice, grad: Tensor, terms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add `rows` to the gradients of weight and bias; their gradient of the input with its two sizes.
+
+        `grad` and `terms` are those of the logits, (rows, classes); `terms` is used up.
+        """
+        if self._weight_gradient is None:
+            self._weight_gradient = torch.zeros_like(self._weight)
+        self._weight_gradient.addmm_(grad.T, self._input[rows])
+        self._bias_gradient += grad.sum(0)
+        squares = terms.square_()
+        self._squares += squares.sum(0)
+        scale = squares.sum(1).sqrt()[:, None] * self._weight_size
+        return grad @ self._weight, scale, self._weight_size * math.sqrt(self._case.classes)
+
+    def class_pieces(self) -> Iterator[slice]:
+        """The classes, a few at a time."""
+        step = max(1, PIECE_BYTES // (8 * self._weight.shape[1]))
+        for start in range(0, self._case.classes, step):
+            yield slice(start, min(self._case.classes, start + step))
+
+    def weight_gradient(self, classes: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient of these rows of the weight, over all that was added, with its two sizes."""
+        assert self._weight_gradient is not None
+        scale = self._squares[classes].sqrt()[:, None] * self._input_size
+        return self._weight_gradient[classes], scale, self._input_size * math.sqrt(self._case.rows)
+
+    def bias_gradient(self, classes: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """That of the bias, the same way."""
+        scale = self._squares[classes].sqrt()
+        return self._bias_gradient[classes], scale, torch.full_like(scale, math.sqrt(self._case.rows))
 
 
 def softmax_rows(case: Case, logits: Tensor) -> tuple[Tensor, Tensor]:

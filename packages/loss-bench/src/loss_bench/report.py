@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from loss_bench.cases import LINEAR, shape_title
 from loss_bench.results import FAILURES, Report, Row, doubts
 from loss_bench.summary import summary_tables
 from loss_bench.tables import (
@@ -58,33 +59,42 @@ def _error(row: Row) -> str:
     return " / ".join(f"{error:.0e}" for error in errors) or NOTHING
 
 
+_PEAK = "peak MiB"
+
 COLUMNS = (
-    Column("rows x classes", lambda row: row.shape, numeric=False),
     Column("dtype", lambda row: row.dtype, numeric=False),
     Column("backend", lambda row: row.backend, numeric=False),
     Column("median ms", lambda row: milliseconds(row.median_ms)),
     Column("20-80% ms", _spread),
     Column("GB/s", lambda row: number(row.gb_s, ".0f")),
     Column("% of copy", lambda row: _share(row.copy_share)),
+    Column("TFLOP/s", lambda row: number(row.tflop_s, ".3g")),
+    Column("% of matmul", lambda row: _share(row.matmul_share)),
     Column("graph ms", lambda row: milliseconds(row.graph_ms)),
     Column("% of copy (graph)", lambda row: _share(row.graph_share)),
+    Column("% of matmul (graph)", lambda row: _share(row.graph_matmul_share)),
     Column("host us", lambda row: number(row.host_us, ".0f")),
     Column("least host us", lambda row: number(row.host_least_us, ".0f")),
-    Column("peak MiB", lambda row: number(row.peak_mib, ".1f")),
+    Column(_PEAK, lambda row: number(row.peak_mib, ".1f")),
     Column("x torch", lambda row: number(row.speedup, ".2f")),
     Column("error loss / grad", _error),
 )
+"""Behind the first one, which is that of the shapes."""
+
 _LABELS = 3
 _DISPENSABLE = (
     "20-80% ms",
     "graph ms",
     "% of copy (graph)",
-    "peak MiB",
+    "% of matmul (graph)",
+    _PEAK,
     "GB/s",
+    "TFLOP/s",
     "host us",
     "least host us",
     "error loss / grad",
     "% of copy",
+    "% of matmul",
     "dtype",
 )
 
@@ -201,7 +211,7 @@ def _fitting_table(rows: Sequence[Row], console: Console) -> Table:
     """The table without the columns that matter least, as many as it takes to fit into the console."""
     columns = filled_columns(rows)
     table = _table(rows, columns)
-    for name in _DISPENSABLE:
+    for name in _dispensable(rows):
         if _wanted_width(table, console) <= console.width:
             break
         columns = [column for column in columns if column.title != name]
@@ -209,10 +219,19 @@ def _fitting_table(rows: Sequence[Row], console: Console) -> Table:
     return table
 
 
+def _dispensable(rows: Sequence[Row]) -> Sequence[str]:
+    """The titles of the columns that a narrow table does without, in the order in which they go."""
+    if any(row.op in LINEAR for row in rows):
+        # What the libraries that make the logits in pieces are there for.
+        return [*(name for name in _DISPENSABLE if name != _PEAK), _PEAK]
+    return _DISPENSABLE
+
+
 def filled_columns(rows: Sequence[Row]) -> list[Column]:
     """The columns that hold anything, such as those that exist on a GPU only."""
-    cells = [[column.cell(row) for row in rows if row.status == "ok"] for column in COLUMNS]
-    return [column for column, found in zip(COLUMNS, cells, strict=True) if not found or set(found) != {NOTHING}]
+    columns = (Column(shape_title(row.hidden for row in rows), lambda row: row.shape, numeric=False), *COLUMNS)
+    cells = [[column.cell(row) for row in rows if row.status == "ok"] for column in columns]
+    return [column for column, found in zip(columns, cells, strict=True) if not found or set(found) != {NOTHING}]
 
 
 def _wanted_width(table: Table, console: Console) -> int:
@@ -253,11 +272,24 @@ def footnotes(report: Report) -> list[str]:
             "this one. host us: of one call at 64 x 512, the median over batches of "
             "calls; least host us: of the quickest batch."
         ),
+        *_linear_footnote(report),
         "error: against float64, relative (norm of the difference over the norm).",
     ]
     absent = [row for row in report.rows if row.status == "unavailable"]
     missing = dict.fromkeys((row.backend, row.reason, on_device(report, row.device)) for row in absent)
     return lines + [f"not run{where and ' ' + where}: {name}: {reason}" for name, reason, where in missing]
+
+
+def _linear_footnote(report: Report) -> list[str]:
+    if not any(row.op in LINEAR for row in report.rows):
+        return []
+    return [
+        (
+            "TFLOP/s: the fewest operations of the pass's matrix products over its median; % of matmul: against a "
+            "square matrix product in the same dtype and process. peak MiB: beyond the inputs, the gradients of input "
+            "and weight included. host us: at 64 x 256 x 512."
+        )
+    ]
 
 
 def to_markdown(report: Report) -> str:

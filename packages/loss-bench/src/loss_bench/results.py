@@ -16,9 +16,10 @@ A file holds one object::
     sources       [{"environment", "settings", "ceilings", "command", "created"}] of the files that were merged into
                   this one, empty otherwise; the fields of the same names above are then those of the first
 
-Units are part of the names. A number that does not exist is null. Readers ignore fields that they do not know;
-a change that would mislead such a reader raises the number in ``schema``. The same in the form of a JSON Schema is
-``schema.json`` beside this module, which ``loss-bench schema`` prints.
+The rows of a linear op are told apart by ``hidden`` too. Units are part of the names. A number that does not exist is
+null. Readers ignore fields that they do not know; a change that would mislead such a reader raises the number in
+``schema``. The same in the form of a JSON Schema is ``schema.json`` beside this module, which ``loss-bench schema``
+prints.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from typing import Any
 import torch
 
 from loss_bench.calls import installed_version
-from loss_bench.cases import Case
+from loss_bench.cases import LINEAR, Case, written_shape
 
 SCHEMA = "loss-bench/1"
 
@@ -60,7 +61,7 @@ class Row:
     """One pass of one backend on one case.
 
     Attributes:
-        op, rows, classes, dtype, options, pass_: the case; ``pass`` in JSON.
+        op, rows, classes, dtype, options, pass_: the case; ``pass`` in JSON. Of a linear op ``hidden`` too.
         backend, distribution, version: who ran it.
         device: name of the device.
         status, reason: see ``STATUSES``.
@@ -72,11 +73,15 @@ class Row:
         copy_share: that as a share of the copy bandwidth of the same process.
         graph_ms, graph_share: median of the pass replayed as a CUDA graph, and its share of the copy bandwidth;
             forward+backward and no-grad only, and null where it cannot be captured.
+        tflop_s: of a linear op, the operations of the pass's matrix products over the median, in 10**12 a second.
+        matmul_share, graph_matmul_share: the rate of the median, and of the CUDA graph, as a share of that of a square
+            matrix product in the same dtype and process.
         host_us, host_least_us: host time of one call at a tiny size, the median and the least over batches of calls.
-        peak_mib: memory beyond the inputs.
+        peak_mib: memory beyond the inputs, gradients included.
         speedup: the baseline's median over this one.
         loss_error, grad_error: relative to float64.
         interrupted: whether the run ended before the other passes of the case and the look at the clocks after them.
+        hidden: width of a linear op's input, whose shape is rows x hidden x classes; None for the other ops.
     """
 
     op: str
@@ -109,11 +114,15 @@ class Row:
     loss_error: float | None = None
     grad_error: float | None = None
     interrupted: bool = False
+    hidden: int | None = None
+    tflop_s: float | None = None
+    matmul_share: float | None = None
+    graph_matmul_share: float | None = None
 
     @property
-    def case_key(self) -> tuple[str, int, int, str, str]:
+    def case_key(self) -> tuple[object, ...]:
         """What rows of the same case share."""
-        return (self.op, self.rows, self.classes, self.dtype, self.options)
+        return (self.op, self.rows, self.hidden, self.classes, self.dtype, self.options)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -122,8 +131,13 @@ class Row:
 
     @property
     def shape(self) -> str:
-        """Rows x classes."""
-        return f"{self.rows}x{self.classes}"
+        """As it is written on the command line."""
+        return written_shape(self.rows, self.classes, self.hidden)
+
+    @property
+    def limit_share(self) -> float | None:
+        """How near the median comes to what bounds the op: the bandwidth of a copy, or the rate of a matrix product."""
+        return self.matmul_share if self.op in LINEAR else self.copy_share
 
     def add_note(self, text: str) -> None:
         """Append to ``note``."""
@@ -392,4 +406,5 @@ def new_row(case: Case, pass_: str, backend: Any, device: str) -> Row:
         backend.distribution,
         backend.version,
         device,
+        hidden=case.hidden,
     )

@@ -20,8 +20,8 @@ from loss_core.backend import BackendUnavailable, UnsupportedInput
 from torch import Tensor
 
 from loss_bench import measure
-from loss_bench.calls import BackendRow, Call, find_backends, make_call, named_backends
-from loss_bench.cases import PASSES, Case, minimal_bytes
+from loss_bench.calls import BackendRow, Call, check_installed, find_backends, make_call, named_backends
+from loss_bench.cases import LINEAR, PASSES, Case, minimal_bytes, minimal_flop
 from loss_bench.check import Verdict, check
 from loss_bench.inputs import Inputs, random_inputs, read_logits, sets_needed
 from loss_bench.results import Row, add_speedups, device_name, environment, new_row
@@ -31,7 +31,6 @@ BASELINE = "torch-nn"
 
 Result = TypeVar("Result")
 
-TINY_ROWS, TINY_CLASSES = 64, 512
 _TINY_CALLS = 20
 _ROUNDS = 3
 _MOST_ITERATIONS = 60
@@ -102,7 +101,7 @@ class _Contestant:
     call: Call
     inputs: Inputs
     verdicts: dict[str, Verdict] = field(default_factory=dict)
-    pristine: list[Tensor] | None = None
+    pristine: list[tuple[Tensor, ...]] | None = None
     samples: dict[str, list[float]] = field(default_factory=dict)
     failure: tuple[str, str] | None = None
 
@@ -149,13 +148,14 @@ class CaseRunner:
         self._timer = timer or measure.make_timer(device)
         self._real = read_logits(plan.logits) if plan.logits else None
         self._pass_ms: float | None = None
+        self._matmul_rates: dict[torch.dtype, float] = {}
         self._host_us: dict[tuple[str, Case, str], measure.HostTime | None] = {}
         announce("loading the backends", None)
         self.backends = chosen_backends(plan.backends, device)
         announce("copy bandwidth", None)
         self.ceilings = {"copy_gb_s": measure.copy_gb_s(device, self._timer)}
         if device.type == "cuda":
-            self.ceilings["matmul_tflop_s"] = measure.matmul_tflop_s(device, self._timer)
+            self.ceilings["matmul_tflop_s"] = self._matmul_tflop_s(torch.bfloat16)
             self._release()
 
     def close(self) -> None:
@@ -271,7 +271,8 @@ class CaseRunner:
             if any((pass_ == "no-grad") != grad for pass_ in self._plan.passes):
                 contestant.verdicts[kind] = check(case, contestant.call, inputs, grad=grad, seed=self._plan.seed)
         if any(verdict.overwrites for verdict in contestant.verdicts.values()):
-            contestant.pristine = [logits.detach().clone() for logits in inputs.logits]
+            sets = range(len(inputs))
+            contestant.pristine = [tuple(leaf.detach().clone() for leaf in inputs.leaves(which)) for which in sets]
         return contestant
 
     def _time_pass(self, case: Case, pass_: str, contestants: list[_Contestant]) -> list[Row]:
@@ -314,7 +315,8 @@ class CaseRunner:
         verdict = contestant.verdicts[kind]
         row.loss_error = verdict.loss_error
         row.grad_error = verdict.grad_error
-        row.note = "overwrites the logits" if verdict.overwrites else ""
+        if verdict.overwrites:
+            row.note = "overwrites its inputs" if case.op in LINEAR else "overwrites the logits"
         if not verdict.right:
             row.status, row.reason = "wrong", verdict.reason
         elif contestant.failure is not None:
@@ -330,18 +332,35 @@ class CaseRunner:
         row.p20_ms, row.p80_ms, row.low_ms, row.high_ms = summary.p20, summary.p80, summary.low, summary.high
         if summary.unsteady:
             row.add_note("unsteady: compare with care")
-        bytes_ = minimal_bytes(case, row.pass_)
-        if bytes_ is not None and summary.median > 0:
-            row.gb_s = gb_per_second(bytes_, summary.median)
-            row.copy_share = row.gb_s / self.ceilings["copy_gb_s"]
         if self._plan.graph and self._device.type == "cuda" and row.pass_ in _GRAPH_PASSES:
-            self._fill_graph(row, contestant, bytes_, summary.samples)
+            self._fill_graph(row, contestant, summary.samples)
+        self._fill_shares(case, row)
         row.peak_mib, _ = attempt(lambda: measure.peak_mib(contestant.work(row.pass_), self._device))
         host = self._host_time(case, row.pass_, contestant.backend)
         if host is not None:
             row.host_us, row.host_least_us = host.median, host.least
 
-    def _fill_graph(self, row: Row, contestant: _Contestant, bytes_: int | None, iterations: int) -> None:
+    def _fill_shares(self, case: Case, row: Row) -> None:
+        """How near the times come to what bounds the pass."""
+        copy, bytes_ = self.ceilings["copy_gb_s"], minimal_bytes(case, row.pass_)
+        if bytes_ is not None and row.median_ms:
+            row.gb_s = gb_per_second(bytes_, row.median_ms)
+            row.copy_share = row.gb_s / copy
+            row.graph_share = gb_per_second(bytes_, row.graph_ms) / copy if row.graph_ms else None
+        flop = minimal_flop(case, row.pass_)
+        if flop is not None and row.median_ms:
+            most = self._matmul_tflop_s(case.torch_dtype)
+            row.tflop_s = tflop_per_second(flop, row.median_ms)
+            row.matmul_share = row.tflop_s / most
+            row.graph_matmul_share = tflop_per_second(flop, row.graph_ms) / most if row.graph_ms else None
+
+    def _matmul_tflop_s(self, dtype: torch.dtype) -> float:
+        """The rate of a matrix product in `dtype`, measured once."""
+        if dtype not in self._matmul_rates:
+            self._matmul_rates[dtype] = measure.matmul_tflop_s(self._device, self._timer, dtype)
+        return self._matmul_rates[dtype]
+
+    def _fill_graph(self, row: Row, contestant: _Contestant, iterations: int) -> None:
         def replay() -> float:
             work = measure.GraphWork(contestant.work(row.pass_))
             return measure.summarize(self._timer.time(work, iterations, 2)).median
@@ -350,11 +369,9 @@ class CaseRunner:
         if failure is not None:
             row.add_note("cannot be captured in a CUDA graph")
             self._release()
-        elif row.graph_ms and bytes_ is not None:
-            row.graph_share = gb_per_second(bytes_, row.graph_ms) / self.ceilings["copy_gb_s"]
 
     def _host_time(self, case: Case, pass_: str, backend: BackendRow) -> measure.HostTime | None:
-        tiny = Case(case.op, TINY_ROWS, TINY_CLASSES, case.dtype, case.options)
+        tiny = case.tiny
         key = (backend.name, tiny, pass_)
         if key not in self._host_us:
             self._host_us[key], _ = attempt(lambda: self._measure_host(tiny, pass_, backend))
@@ -362,7 +379,7 @@ class CaseRunner:
 
     def _measure_host(self, tiny: Case, pass_: str, backend: BackendRow) -> measure.HostTime:
         inputs = random_inputs(tiny, self._device, seed=self._plan.seed, sets=_TINY_CALLS)
-        # Restoring overwritten logits is not needed: only the host is timed, and the values do not matter to it.
+        # Restoring overwritten inputs is not needed: only the host is timed, and the values do not matter to it.
         work = measure.PassWork(make_call(tiny, backend.name, inputs.weight), inputs, pass_)
         return measure.host_microseconds(work, self._device, calls=_TINY_CALLS)
 
@@ -373,19 +390,22 @@ def chosen_backends(names: Sequence[str], device: torch.device) -> list[BackendR
     Raises:
         BackendUnavailable: if one of the names is not installed.
     """
+    check_installed(names)
     if names and (rows := named_backends(names, device)) is not None:
         return rows
     found = find_backends(device)
     by_name = {backend.name: backend for backend in found}
-    for name in names:
-        if name not in by_name:
-            raise BackendUnavailable(f"no backend named {name!r} is installed; installed: {', '.join(by_name)}")
     return [by_name[name] for name in names] or found
 
 
 def gb_per_second(bytes_: int, milliseconds: float) -> float:
     """Bytes over a time, in units of 10**9 bytes a second."""
     return bytes_ / (milliseconds * 1e-3) / 1e9
+
+
+def tflop_per_second(flop: int, milliseconds: float) -> float:
+    """Operations over a time, in units of 10**12 a second."""
+    return flop / (milliseconds * 1e-3) / 1e12
 
 
 def attempt(action: Callable[[], Result]) -> tuple[Result | None, Failure | None]:

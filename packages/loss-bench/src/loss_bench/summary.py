@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from loss_bench.cases import LINEAR, shape_title, written_shape
 from loss_bench.results import Report, Row
 from loss_bench.tables import NOTHING, TextTable, number, title_of
 
-_LABELS = ("rows x classes", "dtype")
 _WORDS = {
     "wrong": "wrong",
     "unsupported": "refuses",
@@ -18,6 +18,10 @@ _WORDS = {
     "timeout": "hangs",
 }
 _LIMIT = "limit: the fewest bytes that the pass has to move, at the speed of a copy in the same process"
+_LINEAR_LIMIT = (
+    "limit: the matrix products that the pass consists of, at the rate of a square one in the same dtype and process; "
+    "MiB: the peak beyond the inputs, gradients included"
+)
 
 
 def summary_tables(report: Report, pass_: str, backends: Sequence[str] = ()) -> list[TextTable]:
@@ -51,17 +55,17 @@ def _columns(rows: Sequence[Row], wanted: Sequence[str]) -> list[str]:
 
 
 def _table(title: str, rows: Sequence[Row], backends: Sequence[str]) -> TextTable:
-    cases: dict[tuple[int, int, str], dict[str, Row]] = {}
+    cases: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
-        cases.setdefault((row.rows, row.classes, row.dtype), {})[row.backend] = row
-    lines = [
-        [f"{count} x {classes}", dtype, *(_cell(members.get(name)) for name in backends)]
-        for (count, classes, dtype), members in cases.items()
-    ]
-    columns = [*_LABELS, *backends]
-    if all(row.copy_share is None for row in rows):
+        shape = written_shape(row.rows, row.classes, row.hidden, " x ")
+        cases.setdefault((shape, row.dtype), {})[row.backend] = row
+    lines = [[*labels, *(_cell(members.get(name)) for name in backends)] for labels, members in cases.items()]
+    columns = [shape_title(row.hidden for row in rows), "dtype", *backends]
+    if all(row.limit_share is None for row in rows):
         return TextTable(f"{title}: median ms", columns, lines, words=(0, 1))
-    return TextTable(f"{title}: median ms (share of the limit)", columns, lines, words=(0, 1), notes=[_LIMIT])
+    linear = rows[0].op in LINEAR
+    what = "median ms (share of the limit)" + ("; peak MiB" if linear else "")
+    return TextTable(f"{title}: {what}", columns, lines, words=(0, 1), notes=[_LINEAR_LIMIT if linear else _LIMIT])
 
 
 def _cell(row: Row | None) -> str:
@@ -69,8 +73,10 @@ def _cell(row: Row | None) -> str:
         return NOTHING
     if row.status != "ok":
         return _in_a_word(row)
-    share = "" if row.copy_share is None else f" ({row.copy_share:.0%})"
-    return number(row.median_ms, ".3f") + share
+    share = "" if row.limit_share is None else f" ({row.limit_share:.0%})"
+    # Without the logits as a whole, memory is what the libraries differ in most.
+    peak = f"; {row.peak_mib:.0f}" if row.op in LINEAR and row.peak_mib is not None else ""
+    return number(row.median_ms, ".3f") + share + peak
 
 
 def _in_a_word(row: Row) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loss_bench.accuracy import Accuracy
-from loss_bench.cases import PRESETS
+from loss_bench.cases import PRESETS, Size
 from loss_bench.results import FAILURES, Report, Row
 
 NOTHING = "-"
@@ -91,7 +91,7 @@ def seeds_tables(report: Report) -> list[TextTable]:
     """The forward and backward times of each op side by side, at the sizes of the preset, if it was run."""
     if "seeds" not in report.presets:
         return []
-    wanted = [row for row in report.rows if (row.rows, row.classes, row.dtype) in PRESETS["seeds"] and not row.options]
+    wanted = [row for row in report.rows if _size(row) in PRESETS["seeds"] and not row.options]
     halves = {row.key: row for row in wanted}
     found: dict[str, list[list[str]]] = {}
     for row in by_case([row for row in wanted if row.pass_ == "forward"]):
@@ -102,6 +102,10 @@ def seeds_tables(report: Report) -> list[TextTable]:
         title = joined(f"{row.op}, forward and backward", on_device(report, row.device))
         found.setdefault(title, []).append(cells)
     return [TextTable(title, SEEDS_COLUMNS, lines, words=(0, 3)) for title, lines in found.items()]
+
+
+def _size(row: Row) -> Size:
+    return Size(row.rows, row.classes, row.dtype, row.hidden)
 
 
 def _half(row: Row | None) -> tuple[str, str]:

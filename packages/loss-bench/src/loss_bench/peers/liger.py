@@ -1,6 +1,7 @@
 """Liger (``liger-kernel``): its Triton kernels.
 
-Its cross-entropy always writes the gradient over the logits, in an evaluation too.
+Its cross-entropy always writes the gradient over the logits, in an evaluation too. Its linear cross-entropy is called
+with its defaults, which sum the weight's gradient in the dtype of the weight.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ import torch
 from loss_core.backend import CrossEntropyOptions
 from torch import Tensor
 
-from loss_bench.peers.requirements import cross_entropy_with, lazily, missing_reason
+from loss_bench.peers.requirements import cross_entropy_with, lazily, linear_cross_entropy_with, missing_reason
 
 API_VERSION = 1
-OPS = ("cross_entropy", "softmax")
+OPS = ("cross_entropy", "softmax", "linear_cross_entropy")
 PEER = "liger-kernel"
 INPLACE = True
 
@@ -33,6 +34,30 @@ def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, options
         reduction=options.reduction,
         label_smoothing=options.label_smoothing,
         lse_square_scale=options.z_loss,
+        softcap=options.softcap,
+    )
+
+
+@linear_cross_entropy_with("ignore_index", "label_smoothing", "z_loss", "softcap", "weight", "linear_bias")
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    options: CrossEntropyOptions,
+) -> Tensor:
+    """``liger_kernel.transformers.functional.liger_fused_linear_cross_entropy``; the loss is a float32."""
+    return lazily("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy")(
+        input,
+        linear_weight,
+        target,
+        bias=linear_bias,
+        ce_weight=weight,
+        ignore_index=options.ignore_index,
+        lse_square_scale=options.z_loss,
+        label_smoothing=options.label_smoothing,
+        reduction=options.reduction,
         softcap=options.softcap,
     )
 

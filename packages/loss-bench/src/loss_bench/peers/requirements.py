@@ -19,6 +19,22 @@ LibraryCrossEntropy = Callable[[Tensor, Tensor, "Tensor | None", CrossEntropyOpt
 BackendCrossEntropy = Callable[
     [Tensor, Tensor, "Tensor | None", "Tensor | None", "float | Tensor | None", CrossEntropyOptions], Tensor
 ]
+LibraryLinearCrossEntropy = Callable[
+    [Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", CrossEntropyOptions], Tensor
+]
+BackendLinearCrossEntropy = Callable[
+    [
+        Tensor,
+        Tensor,
+        Tensor,
+        "Tensor | None",
+        "Tensor | None",
+        "Tensor | None",
+        "float | Tensor | None",
+        CrossEntropyOptions,
+    ],
+    Tensor,
+]
 
 
 def cross_entropy_with(
@@ -51,6 +67,41 @@ def cross_entropy_with(
 
         cross_entropy.__doc__ = function.__doc__
         return cross_entropy
+
+    return decorate
+
+
+def linear_cross_entropy_with(
+    *known: str, reductions: Collection[str] = ("none", "mean", "sum")
+) -> Callable[[LibraryLinearCrossEntropy], BackendLinearCrossEntropy]:
+    """Make a backend's ``linear_cross_entropy`` of a function that calls a library and has the options `known`.
+
+    The function is called with (input, linear_weight, target, linear_bias, weight, options); ``"linear_bias"`` is an
+    option too. Arguments and refusals are those of ``cross_entropy_with``.
+    """
+
+    def decorate(function: LibraryLinearCrossEntropy) -> BackendLinearCrossEntropy:
+        def linear_cross_entropy(
+            input: Tensor,
+            linear_weight: Tensor,
+            target: Tensor,
+            linear_bias: Tensor | None,
+            weight: Tensor | None,
+            byte_lengths: Tensor | None,
+            num_items: float | Tensor | None,
+            options: CrossEntropyOptions,
+        ) -> Tensor:
+            tensors = {
+                "linear_bias": linear_bias,
+                "weight": weight,
+                "byte_lengths": byte_lengths,
+                "num_items": num_items,
+            }
+            refuse_options(options, tensors, known=known, reductions=reductions)
+            return function(input, linear_weight, target, linear_bias, weight, options)
+
+        linear_cross_entropy.__doc__ = function.__doc__
+        return linear_cross_entropy
 
     return decorate
 

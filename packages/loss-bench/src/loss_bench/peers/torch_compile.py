@@ -17,10 +17,10 @@ from loss_core.backend import CrossEntropyOptions
 from torch import Tensor
 
 from loss_bench.peers import torch_nn
-from loss_bench.peers.requirements import cross_entropy_with
+from loss_bench.peers.requirements import cross_entropy_with, linear_cross_entropy_with
 
 API_VERSION = 1
-OPS = ("cross_entropy", "softmax", "log_softmax")
+OPS = ("cross_entropy", "softmax", "log_softmax", "linear_cross_entropy")
 PEER = "torch"
 STATIC_SHAPES = True
 """What is compiled holds for one shape."""
@@ -41,6 +41,20 @@ def unavailable_reason(device: torch.device) -> str | None:
 def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions) -> Tensor:
     """``F.cross_entropy``, compiled."""
     return _compiled(torch_nn.functional_cross_entropy)(logits, target, weight, options)
+
+
+@linear_cross_entropy_with(*torch_nn.KNOWN, "linear_bias")
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    options: CrossEntropyOptions,
+) -> Tensor:
+    """``F.linear`` and ``F.cross_entropy``, compiled together."""
+    compiled = _compiled(torch_nn.functional_linear_cross_entropy)
+    return compiled(input, linear_weight, target, linear_bias, weight, options)
 
 
 def softmax(input: Tensor) -> Tensor:

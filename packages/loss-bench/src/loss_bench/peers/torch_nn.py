@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from loss_core.backend import CrossEntropyOptions
 from torch import Tensor
 
-from loss_bench.peers.requirements import cross_entropy_with
+from loss_bench.peers.requirements import cross_entropy_with, linear_cross_entropy_with
 
 API_VERSION = 1
-OPS = ("cross_entropy", "softmax", "log_softmax")
+OPS = ("cross_entropy", "softmax", "log_softmax", "linear_cross_entropy")
 PEER = "torch"
 
 KNOWN = ("ignore_index", "label_smoothing", "z_loss", "softcap", "logit_scale", "weight")
@@ -26,6 +26,31 @@ def unavailable_reason(device: torch.device) -> str | None:
 def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions) -> Tensor:
     """``F.cross_entropy``; the loss has the dtype of the logits."""
     return functional_cross_entropy(logits, target, weight, options)
+
+
+@linear_cross_entropy_with(*KNOWN, "linear_bias")
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    options: CrossEntropyOptions,
+) -> Tensor:
+    """``F.linear``, and ``F.cross_entropy`` of the whole logits; the loss has the dtype of the input."""
+    return functional_linear_cross_entropy(input, linear_weight, target, linear_bias, weight, options)
+
+
+def functional_linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    options: CrossEntropyOptions,
+) -> Tensor:
+    """The same without a look at the options, to be compiled too."""
+    return functional_cross_entropy(F.linear(input, linear_weight, linear_bias), target, weight, options)
 
 
 def functional_cross_entropy(
