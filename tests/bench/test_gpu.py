@@ -39,6 +39,38 @@ def test_numbers_are_plausible(tmp_path):
     assert 0 < rows["softmax", "torch-nn", "forward+backward"].graph_share < 10
 
 
+def test_memory_is_that_of_the_pass(install_backend, tmp_path):
+    install_backend(
+        "hungry",
+        """
+        OPS = ("linear_cross_entropy",)
+        def linear_cross_entropy(input, linear_weight, target, linear_bias, weight, byte_lengths, num_items, options):
+            torch.empty(96 << 20, dtype=torch.int8, device=input.device)
+            return F.cross_entropy(input @ linear_weight.T, target, ignore_index=options.ignore_index)
+        """,
+    )
+    words = ["linear_cross_entropy", "--shape", "64x64x512", "--dtype", "fp32", "-b", "hungry", "--no-graph"]
+    rows = run(tmp_path / "r.json", *words)
+    peaks = {pass_: row.peak_mib for (_, _, pass_), row in rows.items()}
+    for pass_ in ("forward", "forward+backward", "no-grad"):
+        assert 96 <= peaks[pass_] < 98
+    # What the forward half took and gave back is not the backward half's; logits and gradients are a few 100 KiB.
+    assert 0 < peaks["backward"] < 2
+
+
+def test_a_linear_cross_entropy_is_compared_with_a_matrix_product(tmp_path):
+    words = ["linear_cross_entropy", "--shape", "2048x512x16384", "--dtype", "bf16", "-b", "torch-nn"]
+    rows = run(tmp_path / "r.json", *words)
+    mib = {"logits": 2048 * 16384 * 2 / 2**20, "gradients": (2048 + 16384) * 512 * 2 / 2**20}
+    for (_, _, pass_), row in rows.items():
+        assert row.status == "ok", row.reason
+        assert row.peak_mib >= mib["logits"] + (mib["gradients"] if "backward" in pass_ else 0)
+        if pass_ != "backward":
+            # Other tests may have had the GPU during either of the two measurements.
+            assert 0 < row.matmul_share < 10
+    assert rows["linear_cross_entropy", "torch-nn", "no-grad"].graph_matmul_share > 0
+
+
 def test_the_host_is_no_part_of_the_time():
     device = torch.device("cuda", torch.cuda.current_device())
     timer = measure.make_timer(device)

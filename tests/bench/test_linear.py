@@ -629,7 +629,7 @@ def test_the_summary_has_time_share_and_memory(report):
 def test_kernels_are_compiled_for_the_tiny_case_and_for_several_chunks(monkeypatch):
     large = Case(OP, 16384, 151936, "bfloat16", hidden=2048)
     tasks = compiling.make_tasks(["a"], [large])
-    assert [task.case.shape for task in tasks] == ["16384x2048x151936", "64x256x512"]
+    assert [task.case.shape for task in tasks] == ["16384x2048x151936", "128x256x512"]
     seen = []
     monkeypatch.setattr(compiling, "random_inputs", lambda case, *rest, **options: seen.append(case) or 1 / 0)
     for backend, rows in (("torch-nn", 8192), ("torch-compile", 16384)):

@@ -190,6 +190,15 @@ def test_peers_pass_every_option_on(peer, options, monkeypatch):
     requirements.lazily.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("name", "op"), [("fla", "softmax"), ("torch-linear", "causal_lm_loss"), ("torch", "linear_cross_entropy")]
+)
+def test_an_op_that_a_backend_lacks_is_refused_by_name(name, op):
+    """In a run and in warm alike, ours and peers."""
+    with pytest.raises(loss_core.UnsupportedInput, match=f"has no {op}"):
+        make_call(Case(op, 4, 10, "float32"), name)
+
+
 def test_reasons_are_plain_text():
     error = RuntimeError("\x1b[91m\x1b[1merror[INTERNAL]:\x1b[0m no valid IR\n  at kernel.py")
     assert first_line(error) == "error[INTERNAL]: no valid IR"

@@ -109,9 +109,12 @@ def make_call(case: Case, backend: str, weight: Tensor | None = None) -> Call:
     """The call of `case` on `backend`, with everything but the tensors bound.
 
     Raises:
-        UnsupportedInput: if the peer is known not to take these options.
+        BackendUnavailable: if there is no such backend.
+        UnsupportedInput: if it has no such op, or the peer is known not to take these options.
     """
     module: Any = loss_core.get_backend(backend).module
+    if case.backend_op not in module.OPS:
+        raise UnsupportedInput(f"has no {case.op}")
     if getattr(module, "PEER", None) is None and hasattr(loss_core, case.op):
         return _public_call(case, backend, weight)
     if case.op in LINEAR:

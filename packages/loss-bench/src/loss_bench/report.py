@@ -287,7 +287,7 @@ def _linear_footnote(report: Report) -> list[str]:
         (
             "TFLOP/s: the fewest operations of the pass's matrix products over its median; % of matmul: against a "
             "square matrix product in the same dtype and process. peak MiB: beyond the inputs, the gradients of input "
-            "and weight included. host us: at 64 x 256 x 512."
+            "and weight included. host us: at 128 x 256 x 512."
         )
     ]
 

@@ -242,7 +242,7 @@ class CaseRunner:
         self, case: Case, backend: BackendRow, inputs: Inputs, excluded: Mapping[str, Failure]
     ) -> _Contestant | Failure:
         """`backend` checked on `case`, or why it cannot take part."""
-        failure = excluded.get(backend.name) or self._known_failure(case, backend)
+        failure = excluded.get(backend.name) or (None if backend.available else ("unavailable", backend.reason))
         if failure is not None:
             return failure
         contestant, failure = self._attempt(backend, partial(self._checked, case, backend, inputs))
@@ -257,13 +257,6 @@ class CaseRunner:
             except RuntimeError as error:
                 raise BackendLostError(backend.name, ("crashed", f"{failure[1]}; {first_line(error)}")) from error
         return result, failure
-
-    def _known_failure(self, case: Case, backend: BackendRow) -> tuple[str, str] | None:
-        if not backend.available:
-            return "unavailable", backend.reason
-        if case.backend_op not in backend.ops:
-            return "unsupported", f"has no {case.op}"
-        return None
 
     def _checked(self, case: Case, backend: BackendRow, inputs: Inputs) -> _Contestant:
         contestant = _Contestant(backend, make_call(case, backend.name, inputs.weight), inputs)

@@ -97,7 +97,8 @@ def linear_cross_entropy_with(
                 "byte_lengths": byte_lengths,
                 "num_items": num_items,
             }
-            refuse_options(options, tensors, known=known, reductions=reductions)
+            if options != _DEFAULTS or any(tensor is not None for tensor in tensors.values()):
+                refuse_options(options, tensors, known=known, reductions=reductions)
             return function(input, linear_weight, target, linear_bias, weight, options)
 
         linear_cross_entropy.__doc__ = function.__doc__
