@@ -485,6 +485,20 @@ def test_peers_refuse_cases_that_would_end_in_an_assertion(peer, dtype, shape, r
         function(*tensors, None, None, None, None, CrossEntropyOptions())
 
 
+@pytest.mark.parametrize(("hidden", "chunk"), [(4096, 2048), (2048, 4096)])
+def test_quacks_chunk_is_never_the_width_of_the_input(hidden, chunk, monkeypatch):
+    seen = []
+    stub = types.ModuleType("quack.linear_cross_entropy")
+    stub.chunked_linear_cross_entropy = lambda *tensors, chunk_size, **options: seen.append(chunk_size)
+    monkeypatch.setitem(sys.modules, "quack.linear_cross_entropy", stub)
+    requirements.lazily.cache_clear()
+    tensors = (torch.zeros(8, hidden, dtype=torch.bfloat16), torch.zeros(8, hidden, dtype=torch.bfloat16))
+    function = loss_core.get_backend("quack").module.linear_cross_entropy
+    function(*tensors, torch.arange(8), None, None, None, None, CrossEntropyOptions())
+    assert seen == [chunk]
+    requirements.lazily.cache_clear()
+
+
 def test_an_older_torch_is_named(monkeypatch):
     module = loss_core.get_backend("torch-linear").module
     assert module.unavailable_reason(CPU) is None or not hasattr(F, OP)

@@ -21,6 +21,8 @@ PEER = "quack-kernels"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LINEAR_DTYPES = (torch.float16, torch.bfloat16)
 _LINEAR_MULTIPLE = 8
+_CHUNK = 4096
+"""The library's default."""
 
 
 def unavailable_reason(device: torch.device) -> str | None:
@@ -46,13 +48,19 @@ def linear_cross_entropy(
     weight: Tensor | None,
     options: CrossEntropyOptions,
 ) -> Tensor:
-    """``quack.linear_cross_entropy.chunked_linear_cross_entropy``, its own choice of chunk and path; float32 loss."""
+    """``quack.linear_cross_entropy.chunked_linear_cross_entropy``, which chooses the path; the loss is a float32."""
     refuse_dtype(input, _LINEAR_DTYPES)
     if any(size % _LINEAR_MULTIPLE for size in (*input.shape, linear_weight.shape[0])):
         # Its module takes the whole logits then, as torch does.
         raise UnsupportedInput(f"the library's chunks need rows, hidden and classes in multiples of {_LINEAR_MULTIPLE}")
     return lazily("quack.linear_cross_entropy", "chunked_linear_cross_entropy")(
-        input, linear_weight, target, ignore_index=options.ignore_index, reduction=options.reduction
+        input,
+        linear_weight,
+        target,
+        # The library fails where a chunk has as many rows as features.
+        chunk_size=_CHUNK if input.shape[1] != _CHUNK else _CHUNK // 2,
+        ignore_index=options.ignore_index,
+        reduction=options.reduction,
     )
 
 
