@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from loss_core.memory import empty, zeroed_words
+from loss_core.memory import allocator, zeroed_words
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,)])
+@pytest.mark.parametrize(("shape", "strides"), [((), ()), ((0,), (1,)), ((1,), (1,)), ((7,), (1,)), ((3, 5), (5, 1))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
-def test_empty(shape, dtype):
-    tensor = empty(shape, dtype, CPU)
+def test_allocator(shape, strides, dtype):
+    tensor = allocator(CPU)(shape, strides, dtype)
     assert (tensor.shape, tensor.dtype, tensor.device) == (shape, dtype, CPU)
     assert tensor.is_contiguous()
     assert not tensor.requires_grad

@@ -111,16 +111,18 @@ def test_measured_schedules_fit_over_all_widths_they_are_for(table):
         assert case[:2] != after[:2] or case.most < after.least
 
 
+@pytest.mark.parametrize("at_most", [0, 1, 3])
 @pytest.mark.parametrize(("cluster", "rows"), [(1, 1), (1, 100000), (2, 7), (2, 4096), (4, 66), (8, 4096), (16, 4096)])
-def test_grid_is_whole_clusters_and_no_more_than_there_are_rows(cluster, rows):
+def test_grid_is_whole_clusters_and_no_more_than_there_are_rows(cluster, rows, at_most):
     machine = _schedule.machine((9, 0), 132)
-    schedule = _schedule.Schedule(512, 512, cluster, 1, 4, 1)
+    schedule = _schedule.Schedule(512, 512, cluster, 1, 4, 1, at_most)
     most = _schedule.most_blocks(machine, schedule, 100 * 1024)
     blocks = _schedule.grid_blocks(schedule, most, rows)
     assert blocks % cluster == 0
     assert blocks // cluster <= rows
-    if cluster > 2:
-        assert -(-rows // (blocks // cluster)) <= max(_schedule.ROWS_OF_LARGE_CLUSTER, -(-rows * cluster // most))
+    at_most = at_most or (_schedule.ROWS_OF_LARGE_CLUSTER if cluster > 2 else 0)
+    if at_most:
+        assert -(-rows // (blocks // cluster)) <= max(at_most, -(-rows * cluster // most))
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 1320])

@@ -22,18 +22,15 @@ def loss_and_gradient(logits, target, **options):
 @pytest.fixture
 def launches():
     """``launches(patience)``: kernels are prepared anew, for so much of it."""
-    caches = cross_entropy._gradient_launch, cross_entropy._forward_launch
     mend = pytest.MonkeyPatch()
 
     def prepare(patience):
         mend.setattr(cross_entropy, "patience", lambda device: patience)
-        for cache in caches:
-            cache.cache_clear()
+        cross_entropy._plan.cache_clear()
 
     yield prepare
     mend.undo()
-    for cache in caches:
-        cache.cache_clear()
+    cross_entropy._plan.cache_clear()
 
 
 # Fewer rows than programs that count, as many, more, and such that slices end unevenly.
@@ -57,9 +54,24 @@ def test_impatient_programs(rows, options, launches, device):
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-def test_too_many_rows_to_count_in_the_kernel(monkeypatch, device):
-    """Then the launch before it counts."""
-    monkeypatch.setattr(denominator, "_TOO_MANY_ROWS", 50)
+@pytest.fixture
+def few_are_too_many(monkeypatch):
+    """A launch before the kernel counts rows from 50 on."""
+    monkeypatch.setattr(denominator, "TOO_MANY_ROWS", 50)
+    cross_entropy._plan.cache_clear()
+    yield
+    cross_entropy._plan.cache_clear()
+
+
+def test_too_many_rows_to_count_in_the_kernel(few_are_too_many, monkeypatch, device):
+    counted = []
+    count = denominator.Launch.__call__
+
+    def noting(self, programs, *arguments):
+        counted.append(self._jit.__name__)
+        count(self, programs, *arguments)
+
+    monkeypatch.setattr(denominator.Launch, "__call__", noting)
     logits, target = torch.randn(60, 40).to(device).requires_grad_(), torch.randint(40, (60,))
     target[::3] = -100
     reference = logits.detach().double().cpu().requires_grad_()
@@ -67,3 +79,4 @@ def test_too_many_rows_to_count_in_the_kernel(monkeypatch, device):
     loss, grad = loss_and_gradient(logits, target.to(device))
     torch.testing.assert_close(loss.double().cpu(), wanted.detach(), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(grad.double().cpu(), torch.autograd.grad(wanted, reference)[0], atol=1e-7, rtol=1e-5)
+    assert counted[0] == "cross_entropy_denominator_kernel"

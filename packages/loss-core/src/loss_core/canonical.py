@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def class_dim(shape: torch.Size, dim: int, name: str = "input") -> int:
@@ -54,19 +56,17 @@ def share_memory(rows: Tensor, input: Tensor) -> bool:
     return rows.untyped_storage().data_ptr() == input.untyped_storage().data_ptr()
 
 
-_no_guard = contextlib.nullcontext()
-
-
-def device_of(input: Tensor) -> AbstractContextManager[object]:
-    """A context in which `input`'s device is current, and the former one again afterwards."""
-    if not _several_devices():
-        return _no_guard
-    index = input.device.index
-    if index is None or index == torch.accelerator.current_device_index():
-        return _no_guard
-    return torch.accelerator.device_index(index)
+def on_device_of(input: Tensor, function: Callable[..., T], *arguments: Any) -> T:
+    """`function` of the arguments while `input`'s device is current, and the former one again afterwards."""
+    if several_devices():
+        index = input.device.index
+        if index is not None and index != torch.accelerator.current_device_index():
+            with torch.accelerator.device_index(index):
+                return function(*arguments)
+    return function(*arguments)
 
 
 @lru_cache(maxsize=1)
-def _several_devices() -> bool:
+def several_devices() -> bool:
+    """Whether there are devices of which one has to be made current."""
     return torch.accelerator.device_count() > 1

@@ -1,14 +1,16 @@
 """Cross-entropy of logits with class indices or class probabilities.
 
-The way of a call: ``cross_entropy`` (validation, canonical operands) -> ``_run`` (choice of the backend) ->
-``_CrossEntropy`` (autograd; skipped where no gradient is wanted) -> the backend's ``cross_entropy_forward``.
-Under ``torch.compile`` the middle is one opaque op, which makes the same choice when the graph runs.
+The way of a call: ``cross_entropy`` -> ``_compute`` (validation, canonical operands, choice of the backend) ->
+``_run_on`` -> ``_CrossEntropy`` (autograd; skipped where no gradient is wanted) -> the backend's
+``cross_entropy_forward``. Under ``torch.compile`` the rest is one opaque op, which makes the same choice when the graph
+runs. What shapes, dtypes and options say is worked out once and then looked up (``_facts_met``), and few functions lie
+on this way: in a training step the caches are cold, and each takes microseconds (docs/tuning.md, "The host").
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +18,19 @@ from torch import Tensor
 
 from loss_core import registry
 from loss_core.backend import REDUCTIONS, CrossEntropyForward, CrossEntropyOptions, UnsupportedInput
-from loss_core.canonical import class_dim, device_of, from_rows, may_be_overwritten, share_memory, to_rows
+from loss_core.canonical import (
+    class_dim,
+    from_rows,
+    may_be_overwritten,
+    on_device_of,
+    several_devices,
+    share_memory,
+    to_rows,
+)
 from loss_core.derivative import first_derivative_only
 from loss_core.dtypes import FLOATING, INTEGRAL, accumulation_dtype, kind, names
 from loss_core.environment import variable
+from loss_core.memory import allocator
 from loss_core.reference.cross_entropy import cross_entropy_probabilities
 from loss_core.registry import Backend
 
@@ -43,16 +54,16 @@ class CrossEntropyStats(NamedTuple):
     correct: Tensor
 
 
-class _Operands(NamedTuple):
-    """The tensors of a call, all but the logits in canonical form."""
+class _Facts(NamedTuple):
+    """What dtypes, shapes and options say before any tensor is looked at."""
 
-    input: Tensor
-    target: Tensor
-    weight: Tensor | None
-    byte_lengths: Tensor | None
-    num_items: Tensor | float | None
-    dim: int
-    shape: torch.Size  # of the target as it was given
+    options: CrossEntropyOptions
+    dim: int  # the class dimension, from 0 on
+    classes: int
+    shape: torch.Size  # of the target
+    probabilities: bool
+    looked_at: bool  # whether targets out of range raise, rather than give NaN
+    in_rows: bool  # whether the input has the canonical form, but for its strides
 
 
 def cross_entropy(
@@ -133,11 +144,10 @@ def cross_entropy(
         >>> round(loss.item(), 4), logits.grad[0].tolist()
         (0.3709, [-0.25, 0.25])
     """
-    # The compiler traces the check itself; a loop meets the same few options again and again.
-    options_of = _options if torch.compiler.is_compiling() else _options_met
-    options = options_of(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
-    operands = _operands(input, target, weight, byte_lengths, num_items, dim, options)
-    return _run(operands, options, inplace, backend, False).loss
+    return _compute(
+        input, target, weight, byte_lengths, num_items, inplace, backend, False,
+        dim, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale,
+    )  # fmt: skip
 
 
 def cross_entropy_with_stats(
@@ -171,23 +181,116 @@ def cross_entropy_with_stats(
         >>> stats.prediction.tolist(), stats.correct.tolist()
         ([1], [True])
     """
-    options = _options(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
-    operands = _operands(input, target, weight, byte_lengths, num_items, dim, options)
-    if operands.target.is_floating_point():
-        raise UnsupportedInput("cross_entropy_with_stats takes class indices, got a floating-point target")
-    result = _run(operands, options, inplace, backend, True)
-    shape = operands.shape
+    result = _compute(
+        input, target, weight, byte_lengths, num_items, inplace, backend, True,
+        dim, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale,
+    )  # fmt: skip
+    shape = target.shape
     return CrossEntropyStats(
         result.loss,
         # Without the option 0, in rows too whose lse is not finite.
-        result.z_loss if options.z_loss > 0 else torch.zeros_like(result.loss),  # type: ignore[arg-type]
+        result.z_loss if z_loss > 0 else torch.zeros_like(result.loss),
         result.lse.view(shape),
-        result.prediction.view(shape),  # type: ignore[union-attr]
-        result.correct.view(shape),  # type: ignore[union-attr]
+        result.prediction.view(shape),
+        result.correct.view(shape),
     )
 
 
 # Validation
+
+
+def _compute(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    byte_lengths: Tensor | None,
+    num_items: float | Tensor | None,
+    inplace: bool,
+    backend: str | None,
+    stats: bool,
+    *of_facts: Any,
+) -> Any:
+    """The loss; with `stats` all of ``CrossEntropyForward``, lse and statistics in rows."""
+    if not (isinstance(input, Tensor) and isinstance(target, Tensor)):
+        raise _no_tensor(input, target)
+    # The compiler traces the check itself; a loop meets the same few shapes and options again and again.
+    compiling = torch.compiler.is_compiling()
+    facts = (_facts if compiling else _facts_met)(
+        input.dtype, input.shape, input.device, target.dtype, target.shape, target.device, *of_facts
+    )
+    if weight is not None:
+        weight = _weight(weight, input, facts.classes)
+    if byte_lengths is not None or facts.options.reduction == "byte_mean":
+        byte_lengths = _byte_lengths(byte_lengths, input, facts)
+    if num_items is not None:
+        num_items = _num_items(num_items, input, facts.options.reduction)
+    if facts.probabilities:
+        if stats:
+            raise UnsupportedInput("cross_entropy_with_stats takes class indices, got a floating-point target")
+        return _probabilities(input, target, weight, num_items, facts, backend)
+    if target.dim() != 1 or target.stride(0) != 1:
+        target = target.reshape(-1).contiguous()
+    if compiling:
+        return _compiled(input, target, weight, byte_lengths, num_items, facts, backend, stats)
+    if facts.looked_at or variable("LOSS_VALIDATE") not in ("", "0"):
+        _check_range(target, facts.classes, facts.options.ignore_index, facts.shape)
+    if several_devices():
+        return on_device_of(
+            input, registry.first_that_can, "cross_entropy", input.device, backend,
+            _run_on, input, target, weight, byte_lengths, num_items, facts, inplace, stats,
+        )  # fmt: skip
+    return registry.first_that_can(
+        "cross_entropy", input.device, backend,
+        _run_on, input, target, weight, byte_lengths, num_items, facts, inplace, stats,
+    )  # fmt: skip
+
+
+def _no_tensor(input: object, target: object) -> TypeError:
+    if not isinstance(input, Tensor):
+        return TypeError(f"input must be a tensor of {names(FLOATING)}, got {kind(input)}")
+    return TypeError(f"target must be a tensor, got {kind(target)}")
+
+
+def _facts(
+    input_dtype: torch.dtype,
+    shape: torch.Size,
+    device: torch.device,
+    target_dtype: torch.dtype,
+    target_shape: torch.Size,
+    target_device: torch.device,
+    dim: int,
+    *of_options: Any,
+) -> _Facts:
+    """Raises where dtypes, shapes, devices or options are not what they may be."""
+    options = _options(*of_options)
+    if input_dtype not in FLOATING:
+        raise TypeError(f"input must be a tensor of {names(FLOATING)}, got {input_dtype}")
+    if len(shape) == 0:
+        raise ValueError("input must have a class dimension, got a scalar")
+    dim = class_dim(shape, dim)
+    classes = shape[dim]
+    if classes == 0:
+        raise ValueError(f"input must have at least one class, got shape {tuple(shape)} with classes in dim {dim}")
+    probabilities = target_dtype.is_floating_point
+    if not probabilities and target_dtype not in INTEGRAL:
+        raise TypeError(
+            f"target must hold class indices ({names(INTEGRAL)}) or floating-point probabilities, got {target_dtype}"
+        )
+    expected = shape if probabilities else shape[:dim] + shape[dim + 1 :]
+    if target_shape != expected:
+        raise ValueError(
+            f"target must have shape {tuple(expected)} for input of shape {tuple(shape)} with classes in dim {dim}, "
+            f"got {tuple(target_shape)}"
+        )
+    if target_device != device:
+        raise ValueError(f"target must be on input's device {device}, got {target_device}")
+    if probabilities and options.ignore_index >= 0:
+        raise ValueError(f"ignore_index is for class indices; with probabilities leave it, got {options.ignore_index}")
+    in_rows = len(shape) == 2 and dim == 1
+    return _Facts(options, dim, classes, expected, probabilities, device.type == "cpu", in_rows)
+
+
+_facts_met = lru_cache(1024)(_facts)
 
 
 def _options(
@@ -204,90 +307,20 @@ def _options(
         ("ignore_index", ignore_index), ("label_smoothing", label_smoothing), ("z_loss", z_loss),
         ("softcap", 1.0 if softcap is None else softcap), ("logit_scale", logit_scale),
     ):  # fmt: skip
-        if not isinstance(value, Real):
-            raise TypeError(f"{name} must be a number, got {kind(value)}")
+        if not isinstance(value, Integral if name == "ignore_index" else Real):
+            wanted = "an integer" if name == "ignore_index" else "a number"
+            raise TypeError(f"{name} must be {wanted}, got {kind(value)}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
     if not z_loss >= 0.0:
         raise ValueError(f"z_loss must not be negative, got {z_loss}")
     if softcap is not None and not softcap > 0.0:
         raise ValueError(f"softcap must be positive or None, got {softcap}")
-    return CrossEntropyOptions(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
-
-
-_options_met = lru_cache(typed=True)(_options)
-
-
-def _operands(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    byte_lengths: Tensor | None,
-    num_items: float | Tensor | None,
-    dim: int,
-    options: CrossEntropyOptions,
-) -> _Operands:
-    """Check the tensors against one another and bring the small ones into canonical form."""
-    if not isinstance(input, Tensor):
-        raise TypeError(f"input must be a tensor of {names(FLOATING)}, got {kind(input)}")
-    if not isinstance(target, Tensor):
-        raise TypeError(f"target must be a tensor, got {kind(target)}")
-    compiling = torch.compiler.is_compiling()
-    fitting = _fitting if compiling else _fitting_met
-    dim, expected = fitting(input.dtype, input.shape, target.dtype, target.shape, dim)
-    device = input.device
-    if target.device != device:
-        raise ValueError(f"target must be on input's device {device}, got {target.device}")
-    probabilities = target.is_floating_point()
-    classes = input.shape[dim]
-    if not probabilities:
-        if len(expected) != 1 or target.stride(0) != 1:
-            target = target.reshape(-1).contiguous()
-        # Inside torch.compile the values are not there yet; the op looks when it runs.
-        if not compiling:
-            _check_range(target, classes, options.ignore_index, expected)
-    elif options.ignore_index >= 0:
-        raise ValueError(f"ignore_index is for class indices; with probabilities leave it, got {options.ignore_index}")
-    if byte_lengths is not None or options.reduction == "byte_mean":
-        byte_lengths = _byte_lengths(byte_lengths, expected, input, options.reduction, probabilities)
-    return _Operands(
-        input,
-        target,
-        None if weight is None else _weight(weight, input, classes),
-        byte_lengths,
-        None if num_items is None else _num_items(num_items, input, options.reduction),
-        dim,
-        expected,
-    )
-
-
-def _fitting(
-    input_dtype: torch.dtype, shape: torch.Size, target_dtype: torch.dtype, target_shape: torch.Size, dim: int
-) -> tuple[int, torch.Size]:
-    """The class dimension from 0 on, and the target's shape; raises where dtypes or shapes do not fit."""
-    if input_dtype not in FLOATING:
-        raise TypeError(f"input must be a tensor of {names(FLOATING)}, got {input_dtype}")
-    if len(shape) == 0:
-        raise ValueError("input must have a class dimension, got a scalar")
-    dim = class_dim(shape, dim)
-    classes = shape[dim]
-    if classes == 0:
-        raise ValueError(f"input must have at least one class, got shape {tuple(shape)} with classes in dim {dim}")
-    probabilities = target_dtype.is_floating_point
-    expected = shape if probabilities else shape[:dim] + shape[dim + 1 :]
-    if not probabilities and target_dtype not in INTEGRAL:
-        raise TypeError(
-            f"target must hold class indices ({names(INTEGRAL)}) or floating-point probabilities, got {target_dtype}"
-        )
-    if target_shape != expected:
-        raise ValueError(
-            f"target must have shape {tuple(expected)} for input of shape {tuple(shape)} with classes in dim {dim}, "
-            f"got {tuple(target_shape)}"
-        )
-    return dim, expected
-
-
-_fitting_met = lru_cache(_fitting)
+    # Of one type each: 0 and 0.0 are one key where options are looked up.
+    return CrossEntropyOptions(
+        int(ignore_index), reduction, float(label_smoothing), float(z_loss),
+        None if softcap is None else float(softcap), float(logit_scale),
+    )  # fmt: skip
 
 
 def _weight(weight: Tensor, input: Tensor, classes: int) -> Tensor:
@@ -300,9 +333,8 @@ def _weight(weight: Tensor, input: Tensor, classes: int) -> Tensor:
     return weight.detach().to(accumulation_dtype(input.dtype)).contiguous()
 
 
-def _byte_lengths(
-    byte_lengths: Tensor | None, shape: torch.Size, input: Tensor, reduction: str, probabilities: bool
-) -> Tensor | None:
+def _byte_lengths(byte_lengths: Tensor | None, input: Tensor, facts: _Facts) -> Tensor | None:
+    reduction, shape = facts.options.reduction, facts.shape
     if (byte_lengths is not None) != (reduction == "byte_mean"):
         raise ValueError(
             f"byte_lengths go with reduction='byte_mean' and only with it, got reduction={reduction!r} "
@@ -310,7 +342,7 @@ def _byte_lengths(
         )
     if byte_lengths is None:
         return None
-    if probabilities:
+    if facts.probabilities:
         raise ValueError("reduction='byte_mean' needs class indices, got a floating-point target")
     if not isinstance(byte_lengths, Tensor) or byte_lengths.is_floating_point() or byte_lengths.dtype == torch.bool:
         raise TypeError(f"byte_lengths must be a tensor of integers, got {kind(byte_lengths)}")
@@ -339,9 +371,8 @@ def _num_items(num_items: float | Tensor, input: Tensor, reduction: str) -> floa
 
 
 def _check_range(target: Tensor, classes: int, ignore_index: int, shape: torch.Size) -> None:
-    """Raise the IndexError for a target out of range: on a CPU always, elsewhere when LOSS_VALIDATE asks to wait."""
-    where = target.device.type
-    if where == "meta" or (where != "cpu" and variable("LOSS_VALIDATE") in ("", "0")):
+    """Raise the IndexError for a target out of range; waits for the device."""
+    if target.device.type == "meta":
         return
     bad = ((target < 0) | (target >= classes)) & ~_ignored(target, ignore_index)
     if bad.any():
@@ -358,101 +389,113 @@ def _ignored(target: Tensor, ignore_index: int) -> Tensor:
     return (target.long() if target.dtype == torch.uint8 else target) == ignore_index
 
 
-# Choice of the backend
-
-
-def _run(
-    operands: _Operands, options: CrossEntropyOptions, inplace: bool, backend: str | None, stats: bool
-) -> CrossEntropyForward:
-    if operands.target.is_floating_point():
-        return CrossEntropyForward(_probabilities(operands, options, backend), operands.input)
-    if torch.compiler.is_compiling():
-        return _compiled(operands, options, backend, stats)
-    return registry.first_that_can(
-        "cross_entropy",
-        operands.input.device,
-        backend,
-        lambda choice: _run_on(choice, operands, options, inplace, stats),
-    )
+# On one backend
 
 
 def _run_on(
-    backend: Backend, operands: _Operands, options: CrossEntropyOptions, inplace: bool, stats: bool
-) -> CrossEntropyForward:
+    backend: Backend,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    byte_lengths: Tensor | None,
+    num_items: float | Tensor | None,
+    facts: _Facts,
+    inplace: bool,
+    stats: bool,
+) -> Any:
+    """What ``_compute`` returns, of one backend, input's device being current; all but the input is canonical."""
+    options, dim, _, shape, _, _, in_rows = facts
+    module: Any = backend.module
     if options.reduction not in backend.reductions:
-        return _reduced(backend, operands, options, inplace, stats)
-    if not hasattr(backend.module, "cross_entropy_forward"):
-        return _ready_made(backend, operands, options, stats)
-    input, target, weight, byte_lengths, num_items, dim, shape = operands
-    if torch.is_grad_enabled() and input.requires_grad:
-        call = _Call(target, weight, byte_lengths, num_items, options, dim, inplace, backend.module, stats)
-        out = _apply(input, call)
-        if not stats:
-            return _shaped(CrossEntropyForward(out, out), options, shape)
-        loss, lse, *rest = out
-        result = CrossEntropyForward(loss, lse, None, *rest)
+        return _reduced(backend, input, target, weight, byte_lengths, num_items, facts, inplace, stats)
+    if not hasattr(module, "cross_entropy_forward"):
+        if stats:
+            raise UnsupportedInput(f"backend {backend.name!r} gives no statistics")
+        result = module.cross_entropy(to_rows(input, dim), target, weight, byte_lengths, num_items, options)
+    elif torch.is_grad_enabled() and input.requires_grad:
+        # Function.apply serves torch.func's transforms first, in Python; without one that takes as long as the rest.
+        apply = _CrossEntropy.apply if torch._C._are_functorch_transforms_active() else _apply_in_c
+        # One tuple, since autograd looks at each of its arguments.
+        result = apply(input, (target, weight, byte_lengths, num_items, options, dim, inplace, stats, module))
+        if stats:
+            loss, lse, *rest = result
+            result = CrossEntropyForward(loss, lse, None, *rest)
     else:
-        with device_of(input):
-            result = backend.module.cross_entropy_forward(  # type: ignore[union-attr]
-                to_rows(input, dim), target, weight, byte_lengths, num_items, options, grad=None, stats=stats
-            )
-    return _shaped(result, options, shape)
+        logits = input if in_rows and input.stride(1) == 1 else to_rows(input, dim)
+        result = module.cross_entropy_forward(
+            logits, target, weight, byte_lengths, num_items, options, grad=None, stats=stats
+        )
+        if not stats:
+            result = result.loss
+    return result if options.reduction != "none" or len(shape) == 1 else _shaped(result, shape)
 
 
-def _shaped(result: CrossEntropyForward, options: CrossEntropyOptions, shape: torch.Size) -> CrossEntropyForward:
-    if options.reduction != "none" or len(shape) == 1:
-        return result
+def _shaped(result: Any, shape: torch.Size) -> Any:
+    """The losses of rows, or with statistics all of a result, in the target's shape."""
+    if isinstance(result, Tensor):
+        return result.view(shape)
     z_loss = None if result.z_loss is None else result.z_loss.view(shape)
     return result._replace(loss=result.loss.view(shape), z_loss=z_loss)
 
 
-def _ready_made(
-    backend: Backend, operands: _Operands, options: CrossEntropyOptions, stats: bool
-) -> CrossEntropyForward:
-    if stats:
-        raise UnsupportedInput(f"backend {backend.name!r} gives no statistics")
-    logits = to_rows(operands.input, operands.dim)
-    with device_of(logits):
-        loss = backend.module.cross_entropy(  # type: ignore[union-attr]
-            logits, operands.target, operands.weight, operands.byte_lengths, operands.num_items, options
-        )
-    return _shaped(CrossEntropyForward(loss, loss), options, operands.shape)
-
-
 def _reduced(
-    backend: Backend, operands: _Operands, options: CrossEntropyOptions, inplace: bool, stats: bool
-) -> CrossEntropyForward:
+    backend: Backend,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    byte_lengths: Tensor | None,
+    num_items: float | Tensor | None,
+    facts: _Facts,
+    inplace: bool,
+    stats: bool,
+) -> Any:
     """A reduction that the backend lacks, built from its ``"none"``."""
+    options = facts.options
     if "none" not in backend.reductions:
         raise UnsupportedInput(
             f"backend {backend.name!r} knows the reductions {', '.join(backend.reductions)}, got {options.reduction!r}"
         )
-    rows = _run_on(backend, operands, options._replace(reduction="none"), inplace, stats)
-    denominator = _denominator(operands, options)
+    of_rows = facts._replace(options=options._replace(reduction="none"))
+    rows = _run_on(backend, input, target, weight, byte_lengths, num_items, of_rows, inplace, stats)
+    denominator = _denominator(target, weight, byte_lengths, num_items, options)
 
     def reduced(part: Tensor) -> Tensor:
         return part.sum() if denominator is None else part.sum() / denominator
 
+    if not stats:
+        return reduced(rows)
     return rows._replace(loss=reduced(rows.loss), z_loss=None if rows.z_loss is None else reduced(rows.z_loss))
 
 
-def _denominator(operands: _Operands, options: CrossEntropyOptions) -> Tensor | float | None:
+def _denominator(
+    target: Tensor,
+    weight: Tensor | None,
+    byte_lengths: Tensor | None,
+    num_items: float | Tensor | None,
+    options: CrossEntropyOptions,
+) -> Tensor | float | None:
     if options.reduction == "sum":
         return None
-    if operands.num_items is not None:
-        num_items = operands.num_items
+    if num_items is not None:
         return num_items.squeeze() if isinstance(num_items, Tensor) else num_items
-    live = ~_ignored(operands.target, options.ignore_index)
-    if operands.byte_lengths is not None:
-        return torch.where(live, operands.byte_lengths, 0).sum()
-    if operands.weight is None:
+    live = ~_ignored(target, options.ignore_index)
+    if byte_lengths is not None:
+        return torch.where(live, byte_lengths, 0).sum()
+    if weight is None:
         return live.sum()
-    inside = operands.target.clamp(0, operands.weight.shape[0] - 1).long()
-    return torch.where(live, operands.weight[inside], 0).sum()
+    inside = target.clamp(0, weight.shape[0] - 1).long()
+    return torch.where(live, weight[inside], 0).sum()
 
 
-def _probabilities(operands: _Operands, options: CrossEntropyOptions, backend: str | None) -> Tensor:
-    input, target, weight, _, num_items, dim, shape = operands
+def _probabilities(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    num_items: float | Tensor | None,
+    facts: _Facts,
+    backend: str | None,
+) -> Tensor:
+    options, dim, shape = facts.options, facts.dim, facts.shape
     if torch.compiler.is_compiling():
         # The compiler cannot look at the registry, but it can at the reference's math.
         compute: Any = cross_entropy_probabilities if backend in (None, "torch") else None
@@ -470,20 +513,6 @@ def _probabilities(operands: _Operands, options: CrossEntropyOptions, backend: s
 # Autograd
 
 
-class _Call(NamedTuple):
-    """What ``_CrossEntropy`` takes beside its input; one argument, since autograd looks at each of them."""
-
-    target: Tensor
-    weight: Tensor | None
-    byte_lengths: Tensor | None
-    num_items: Tensor | float | None
-    options: CrossEntropyOptions
-    dim: int
-    inplace: bool
-    backend: Any
-    stats: bool
-
-
 class _CrossEntropy(torch.autograd.Function):
     """The kernels of one backend under autograd.
 
@@ -497,26 +526,27 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, call: _Call) -> Any:  # type: ignore[override]
-        target, weight, byte_lengths, num_items, options, dim, inplace, backend, stats = call
-        logits = to_rows(input, dim)
+    def forward(ctx: Any, input: Tensor, call: tuple[Any, ...]) -> Any:  # type: ignore[override]
+        target, weight, byte_lengths, num_items, options, dim, inplace, stats, backend = call
+        in_rows = dim == 1 and input.dim() == 2 and input.stride(1) == 1
+        logits = input if in_rows else to_rows(input, dim)
         overwrite = inplace and may_be_overwritten(logits, input)
         grad = None
         if options.reduction != "none":
-            grad = logits if overwrite else torch.empty_like(logits)
-        with device_of(input):
-            result = backend.cross_entropy_forward(
-                logits, target, weight, byte_lengths, num_items, options, grad=grad, stats=stats
-            )
-        ctx.grad, ctx.overwrite, ctx.shape, ctx.call = grad, overwrite, input.shape, call
+            rows, classes = logits.shape
+            grad = logits if overwrite else allocator(logits.device)((rows, classes), (classes, 1), logits.dtype)
+        result = backend.cross_entropy_forward(
+            logits, target, weight, byte_lengths, num_items, options, grad=grad, stats=stats
+        )
         saved: Tensor | None = input
-        ctx.rows_saved = False
+        rows_saved = False
         if grad is not None and overwrite:
             torch.autograd.graph.increment_version(input)
             saved = None
         elif logits is not input and not share_memory(logits, input):
             # A copy that had to be made is kept; a view is made again, so that autograd watches the input itself.
-            saved, ctx.rows_saved = logits, True
+            saved, rows_saved = logits, True
+        ctx.grad, ctx.call = grad, (options, dim, backend, overwrite, in_rows or rows_saved, in_rows, input.shape)
         if not stats:
             # Nobody else has these two, so autograd need not watch them.
             ctx.results = result.lse, result.denominator
@@ -542,41 +572,36 @@ class _CrossEntropy(torch.autograd.Function):
 _apply_in_c = super(torch.autograd.Function, _CrossEntropy).apply
 
 
-def _apply(input: Tensor, call: _Call) -> Any:
-    # Function.apply serves torch.func's transforms first, in Python; without one that takes as long as the rest.
-    if torch._C._are_functorch_transforms_active():
-        return _CrossEntropy.apply(input, call)
-    return _apply_in_c(input, call)
-
-
 def _gradient(ctx: Any, grad_loss: Tensor) -> Tensor:
-    """The gradient with respect to the input, in memory that the caller may keep."""
+    """The gradient with respect to the input, in memory that the caller may keep.
+
+    The device is current: autograd makes the stream of the forward current for the backward, and with it its device.
+    """
     saved, target, weight, *results = ctx.saved_tensors
     lse, denominator = results or ctx.results
-    _, _, _, _, options, dim, _, backend, _ = ctx.call
+    options, dim, backend, overwrite, rows_saved, in_rows, shape = ctx.call
     # Taken out of ctx: autograd copies a gradient that somebody else still holds.
     grad, ctx.grad = ctx.grad, None
-    with device_of(lse):
-        if saved is None:
-            if grad is None:
-                raise RuntimeError(
-                    "cross_entropy(inplace=True) gave the logits' memory to the gradient in the first backward; "
-                    "a second one through the same graph needs inplace=False"
-                )
-            _rescale(backend, grad_loss, grad)
-            return from_rows(grad, ctx.shape, dim)
-        logits = saved if ctx.rows_saved else to_rows(saved, dim)
-        in_forward = grad is not None
+    if saved is None:
         if grad is None:
-            grad = logits if ctx.overwrite else torch.empty_like(logits)
-        if options.reduction == "none" and grad_loss.dim() != 1:
-            grad_loss = grad_loss.reshape(-1)
-        backend.cross_entropy_backward(
-            grad_loss, logits, target, weight, lse, denominator, options, grad=grad, skip_if_one=in_forward
-        )
-    if ctx.overwrite:
+            raise RuntimeError(
+                "cross_entropy(inplace=True) gave the logits' memory to the gradient in the first backward; "
+                "a second one through the same graph needs inplace=False"
+            )
+        _rescale(backend, grad_loss, grad)
+        return from_rows(grad, shape, dim)
+    logits = saved if rows_saved else to_rows(saved, dim)
+    in_forward = grad is not None
+    if grad is None:
+        grad = logits if overwrite else torch.empty_like(logits)
+    if options.reduction == "none" and grad_loss.dim() != 1:
+        grad_loss = grad_loss.reshape(-1)
+    backend.cross_entropy_backward(
+        grad_loss, logits, target, weight, lse, denominator, options, grad=grad, skip_if_one=in_forward
+    )
+    if overwrite:
         torch.autograd.graph.increment_version(saved)
-    return from_rows(grad, ctx.shape, dim)
+    return grad if in_rows else from_rows(grad, shape, dim)
 
 
 def _rescale(backend: Any, grad_loss: Tensor, grad: Tensor) -> None:
@@ -592,15 +617,25 @@ def _rescale(backend: Any, grad_loss: Tensor, grad: Tensor) -> None:
 
 
 def _compiled(
-    operands: _Operands, options: CrossEntropyOptions, backend: str | None, stats: bool
-) -> CrossEntropyForward:
-    input, target, weight, byte_lengths, num_items, dim, shape = operands
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    byte_lengths: Tensor | None,
+    num_items: float | Tensor | None,
+    facts: _Facts,
+    backend: str | None,
+    stats: bool,
+) -> Any:
+    options, dim, shape = facts.options, facts.dim, facts.shape
     if isinstance(num_items, float):
         num_items = torch.full((1,), num_items, dtype=accumulation_dtype(input.dtype), device=input.device)
     # A shard of the vocabulary, the last two options, is no matter of this API.
-    result = _forward_op(input, target, weight, byte_lengths, num_items, *options[:-2], dim, stats, backend)
+    loss, lse, denominator, *rest = _forward_op(
+        input, target, weight, byte_lengths, num_items, *options[:-2], dim, stats, backend
+    )
     # Without statistics their places are empty tensors.
-    return _shaped(CrossEntropyForward(*(result if stats else result[:2])), options, shape)
+    result = CrossEntropyForward(loss, lse, denominator, *rest) if stats else loss
+    return result if options.reduction != "none" or len(shape) == 1 else _shaped(result, shape)
 
 
 @torch.library.custom_op("loss_core::cross_entropy", mutates_args=())
@@ -621,7 +656,8 @@ def _forward_op(
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     options = CrossEntropyOptions(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
-    _check_range(target, input.shape[dim], ignore_index, target.shape)
+    if input.device.type == "cpu" or variable("LOSS_VALIDATE") not in ("", "0"):
+        _check_range(target, input.shape[dim], ignore_index, target.shape)
 
     def forward(module: Any) -> CrossEntropyForward:
         return module.cross_entropy_forward(
@@ -707,8 +743,7 @@ def _first_that_can(call: Any, input: Tensor, reduction: str, backend: str | Non
             raise UnsupportedInput(registry.OWN_AUTOGRAD)
         if reduction not in choice.reductions:
             raise UnsupportedInput(f"knows the reductions {', '.join(choice.reductions)}, got {reduction!r}")
-        with device_of(input):
-            return call(choice.module)
+        return on_device_of(input, call, choice.module)
 
     return registry.first_that_can("cross_entropy", input.device, backend, kernels, compiled=True)
 

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
-# What torch.compile's own code allocates with: a microsecond where torch.empty takes two to four.
-_empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+"""(shape, strides, dtype) -> a tensor that nothing has been written to."""
 
-KEPT_WORDS = 8192
+# What torch.compile's own code allocates with: a microsecond where torch.empty takes two to four.
+_empty_cuda: Allocate | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+# torch.cuda.is_current_stream_capturing, without its Python.
+_is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+
+KEPT_WORDS = 1 << 16
 """Words of the workspace that is kept for a stream; a launch that needs more gets memory of its own."""
 
 # The handle that stands for another stream in each thread.
@@ -19,12 +29,12 @@ _PER_THREAD_STREAM = 2
 _kept: dict[tuple[int, int], Tensor] = {}
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new contiguous tensor of no or one dimension on `device`, which is the current one of its type."""
-    strides = (1,) if shape else ()
+@cache
+def allocator(device: torch.device) -> Allocate:
+    """What allocates on `device`, which has to be the current one of its type when it is called."""
     if _empty_cuda is not None and device.type == "cuda":
-        return _empty_cuda(shape, strides, dtype)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        return _empty_cuda
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def zeroed_words(words: int, device: torch.device, stream: int | None = None) -> Tensor:
@@ -39,7 +49,7 @@ def zeroed_words(words: int, device: torch.device, stream: int | None = None) ->
         device: with its index.
         stream: the address of the current stream, where the caller knows it.
     """
-    if device.type != "cuda" or words > KEPT_WORDS or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or words > KEPT_WORDS or _is_capturing():
         return torch.zeros(words, dtype=torch.int64, device=device)
     index = device.index
     if stream is None:

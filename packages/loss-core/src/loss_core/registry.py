@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -136,7 +136,7 @@ class _Discovered(NamedTuple):
 
     by_name: dict[str, Backend]
     refused: list[BackendInfo]
-    automatic: dict[tuple[str, torch.device], tuple[Backend, ...]]
+    candidates: dict[tuple[str, torch.device, str | None], tuple[Backend, ...]]
 
 
 _load_lock = threading.RLock()
@@ -297,29 +297,35 @@ def candidates(op: str, device: torch.device, name: str | None) -> tuple[Backend
         UnsupportedInput: if the backend that was named lacks `op`.
     """
     name = name or _in_use.get() or _default or variable("LOSS_BACKEND") or None
+    state = _discovered or _state()
+    found = state.candidates.get((op, device, name))
+    if found is None:
+        found = state.candidates[op, device, name] = _find(state, op, device, name)
+    return found
+
+
+def _find(state: _Discovered, op: str, device: torch.device, name: str | None) -> tuple[Backend, ...]:
     if name is not None:
         return (_explicit(op, device, name),)
-    automatic = _state().automatic
-    choice = automatic.get((op, device))
-    if choice is None:
-        choice = automatic[op, device] = tuple(
-            backend
-            for backend in map(_state().by_name.get, AUTOMATIC_ORDER)
-            if backend is not None and not backend.unavailable_reason(device) and op in backend.ops
-        )
-    if not choice:
+    found = tuple(
+        backend
+        for backend in map(state.by_name.get, AUTOMATIC_ORDER)
+        if backend is not None and not backend.unavailable_reason(device) and op in backend.ops
+    )
+    if not found:
         raise BackendUnavailable(f"no installed backend provides {op} on {device}")
-    return choice
+    return found
 
 
 def first_that_can(
-    op: str, device: torch.device, name: str | None, call: Callable[[Backend], T], *, compiled: bool = False
+    op: str, device: torch.device, name: str | None, call: Callable[..., T], *arguments: Any, compiled: bool = False
 ) -> T:
-    """`call` of the first candidate that does not raise UnsupportedInput.
+    """`call` of the first candidate that does not raise UnsupportedInput, and of the arguments.
 
     Args:
         op, device, name: as for ``candidates``.
         call: runs the op on a backend, raising UnsupportedInput before anything is written if it does not do the case.
+        arguments: what it takes after the backend.
         compiled: whether this is inside torch.compile, where nothing but the message tells which backend it was.
 
     Raises:
@@ -329,7 +335,7 @@ def first_that_can(
     refused = ""
     for backend in candidates(op, device, name):
         try:
-            return call(backend)
+            return call(backend, *arguments)
         except UnsupportedInput as error:
             if name is not None and not compiled:
                 raise

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from loss_core import registry
 from loss_core.backend import UnsupportedInput
-from loss_core.canonical import class_dim, device_of, from_rows, to_rows
+from loss_core.canonical import class_dim, from_rows, on_device_of, to_rows
 from loss_core.columns import from_columns, outer_dims, to_columns
 from loss_core.derivative import first_derivative_only
 from loss_core.dtypes import FLOATING, kind, names
@@ -93,10 +93,9 @@ def _first_that_can(
     def run(choice: Backend) -> Tensor:
         if hasattr(choice.module, f"{op}_forward"):
             return _kernels(op, input, dim, dtype, choice.module, columns)
-        with device_of(input):
-            # Widened before, not after: its result is rounded to the dtype that it was given.
-            widened = to_rows(input, dim).to(torch.promote_types(input.dtype, dtype))
-            rows = getattr(choice.module, op)(widened)
+        # Widened before, not after: its result is rounded to the dtype that it was given.
+        widened = to_rows(input, dim).to(torch.promote_types(input.dtype, dtype))
+        rows = on_device_of(input, getattr(choice.module, op), widened)
         return from_rows(rows.to(dtype), input.shape, dim)
 
     return registry.first_that_can(op, input.device, backend, run)
@@ -115,18 +114,17 @@ def _launch(
     like = inputs[-1]
     by_columns = getattr(module, f"{op}_columns_{direction}", None) if columns else None
     outer = outer_dims(like, dim) if by_columns else None
-    with device_of(like):
-        if by_columns and outer is not None:
-            seen = [to_columns(tensor, dim, outer) for tensor in inputs]
-            result = torch.empty(seen[-1].shape, dtype=dtype, device=like.device)
-            try:
-                by_columns(*seen, result)
-                return from_columns(result, like.shape, dim, outer)
-            except UnsupportedInput:
-                pass  # As rows, perhaps.
-        seen = [to_rows(tensor, dim) for tensor in inputs]
+    if by_columns and outer is not None:
+        seen = [to_columns(tensor, dim, outer) for tensor in inputs]
         result = torch.empty(seen[-1].shape, dtype=dtype, device=like.device)
-        getattr(module, f"{op}_{direction}")(*seen, result)
+        try:
+            on_device_of(like, by_columns, *seen, result)
+            return from_columns(result, like.shape, dim, outer)
+        except UnsupportedInput:
+            pass  # As rows, perhaps.
+    seen = [to_rows(tensor, dim) for tensor in inputs]
+    result = torch.empty(seen[-1].shape, dtype=dtype, device=like.device)
+    on_device_of(like, getattr(module, f"{op}_{direction}"), *seen, result)
     return from_rows(result, like.shape, dim)
 
 

@@ -40,6 +40,9 @@ class Schedule(NamedTuple):
         stages: rows (in the streamed form: chunks) in shared memory at a time.
         unroll: vectors that a thread takes per step of its loop over a row.
         blocks: blocks that a multiprocessor is to hold at a time; it bounds the registers of a thread.
+        rows: that a group of threads takes at most, one after the other; 0 for as many as there are for it when all
+            blocks run at a time. Fewer rows leave less to wait for when some multiprocessors are slower than others,
+            and each block starts and ends anew.
     """
 
     threads: int
@@ -48,6 +51,7 @@ class Schedule(NamedTuple):
     stages: int
     unroll: int
     blocks: int
+    rows: int = 0
 
     def scratch_bytes(self, entry_words: int) -> int:
         """Shared memory for reductions: two halves, an entry per warp of the row; at least a word per warp; notes."""
@@ -134,34 +138,31 @@ class Measured(NamedTuple):
     schedule: Schedule
 
 
-# Kernel time, device events, as a share of the bandwidth of a copy, and in brackets that of the schedule before. Where
-# a width has no entry, the estimate below was as good or has not been compared.
+# Times by device events, as a share of the bandwidth of a copy. Where a width has no entry, the estimate below was as
+# good or has not been compared.
 
-# Cross-entropy with gradient: H200 (copy 4.21 TB/s) and, after the slash, H100 (3.00 TB/s); torch 2.11+cu130, DSL
-# 4.8.1.
+# Cross-entropy, forward and backward, whole calls on an H200 (copy 4.22 TB/s); torch 2.11+cu130, DSL 4.8.1. In brackets
+# the same for other numbers of rows a block.
 MEASURED_GRADIENT = (
-    # Not compared below 1024 vectors; on an H100, with 1024, ahead of the estimate.
-    Measured(1, False, 513, 767, Schedule(128, 128, 1, 2, 4, 6)),
-    # 32768 x 8192 bf16: 87.6% / 92.1%; 86.2% with 128 threads and six blocks, 87.8% / 90.7% with four vectors a step.
-    Measured(1, False, 768, 1024, Schedule(256, 256, 1, 2, 2, 4)),
-    # 4096 x 16384 fp16: 76.7% / 86.2%; 76.7% / 84.4% with two stages, four vectors and three blocks.
-    Measured(1, False, 1025, 2048, Schedule(256, 256, 1, 1, 2, 6)),
-    # 8192 x 32000 bf16: 89.2% / 91.9%; 84.7% / 91.8% with two blocks of 512 threads. Three rows of one block are in
-    # flight where two blocks hold one row each. Four vectors a step take more registers than 1024 threads can have:
-    # 80.0%.
-    Measured(1, False, 2049, 4096, Schedule(1024, 1024, 1, 3, 2, 1)),
-    # 4096 x 32768 float32: 88.1% / 93.2%; 80.8% with 512 threads; three blocks with half a row each have 88.3% on an
-    # H200 and 80.7% on an H100.
-    Measured(1, False, 4097, 8192, Schedule(1024, 1024, 1, 1, 2, 1)),
-    # 4096 x 128256 bf16: 87.7% / 91.3%, 8192 x 151936: 91.8% / 94.2%. One block has the multiprocessor to
-    # itself, so it takes as many threads as there can be.
+    # 32768 x 8192 bf16: 87.0% (8: 86.1%, all: 84.0%); 83.8% with 256 threads. 4096 x 8192: 62.6% (all).
+    Measured(1, False, 513, 1024, Schedule(128, 128, 1, 2, 4, 6, 4)),
+    # 4096 x 16384 fp16: 74.7% (1: 72.2%, 4: 67.6%, all: 73.3%).
+    Measured(1, False, 1025, 2048, Schedule(256, 256, 1, 1, 2, 6, 2)),
+    # 8192 x 32000 bf16: 90.4% (1: 83.8%, 4: 89.0%, 8: 86.5%, all: 83.6%). One block of 1024 threads with three rows in
+    # flight has 77.7%, two blocks of 512 with four vectors a step 83.9%.
+    Measured(1, False, 2049, 4096, Schedule(512, 512, 1, 1, 2, 3, 2)),
+    # 4096 x 32768 float32: 89.9% (1: 87.3%, all: 86.7%). One block of 1024 threads has 86.8%.
+    Measured(1, False, 4097, 8192, Schedule(256, 256, 2, 1, 4, 3, 2)),
+    # 4096 x 128256 bf16: 85.2% (4: 76.5%, 2: 68.4%), 8192 x 151936: 90.1% (4: 81.8%). One block has the multiprocessor
+    # to itself, so it takes as many threads as there can be, and no other runs when it starts or ends.
     Measured(1, False, 14337, 24576, Schedule(1024, 1024, 2, 1, 2, 1)),
-    # 8192 x 50257 bf16: 80.3% / 89.5%; 78.9% / 89.4% with four blocks, which have fewer registers. A few threads write
-    # the ends of a row element by element; three blocks, each with half a row, have more else to do meanwhile.
-    Measured(1, True, 3585, 7168, Schedule(256, 256, 2, 1, 2, 3)),
+    # 8192 x 50257 bf16: 80.0% (2: 76.4%, all: 78.5%). A few threads write the ends of a row element by element; four
+    # blocks, each with half a row, have more else to do meanwhile.
+    Measured(1, True, 3585, 7168, Schedule(256, 256, 2, 1, 2, 4, 4)),
 )
 
-# Softmax: H100 80GB HBM3 (copy 3.0 TB/s), torch 2.11+cu130, DSL 4.8.1, but for the entry that says otherwise.
+# Softmax, kernels alone: H100 80GB HBM3 (copy 3.0 TB/s), torch 2.11+cu130, DSL 4.8.1, but for the entry that says
+# otherwise; in brackets the schedule before.
 MEASURED_SOFTMAX = (
     # 4096 x 8192 fp16: 87.5%.
     Measured(1, False, 513, 1024, Schedule(128, 128, 1, 2, 4, 6)),
@@ -262,11 +263,17 @@ def streamed(machine: Machine, vectors: int, ragged: bool = False, element_bytes
 ROWS_OF_LARGE_CLUSTER = 8
 
 
+def most_rows(schedule: Schedule) -> int:
+    """Rows that a group of threads takes at most, or 0."""
+    return schedule.rows or (ROWS_OF_LARGE_CLUSTER if schedule.cluster > 2 else 0)
+
+
 def grid_blocks(schedule: Schedule, most_blocks: int, rows: int) -> int:
     """Blocks to launch; ``most_blocks``: those that the device holds at a time, a multiple of the cluster."""
     groups = schedule.threads // schedule.row_threads
-    if schedule.cluster > 2:
-        most_blocks = max(most_blocks, -(-rows // ROWS_OF_LARGE_CLUSTER) * schedule.cluster)
+    at_most = most_rows(schedule)
+    if at_most:
+        most_blocks = max(most_blocks, -(-rows // (groups * at_most)) * schedule.cluster)
     return min(most_blocks, -(-rows // groups) * schedule.cluster)
 
 

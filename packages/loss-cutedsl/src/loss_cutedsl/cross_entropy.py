@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from loss_core.backend import CrossEntropyForward as ForwardResult
 from loss_core.backend import UnsupportedInput, refuse_shard
-from loss_core.memory import empty, zeroed_words
+from loss_core.memory import allocator, zeroed_words
 
 from . import _schedule
 from ._compile import compiled
@@ -60,7 +60,7 @@ class ForwardPlan(NamedTuple):
         rows_a_block: rows that a block, or a cluster of blocks, takes at a time.
         cluster: blocks of a cluster.
         most_blocks: blocks of the grid at most; see ``_schedule.grid_blocks``.
-        waves: rows that a cluster takes at most, or 0 for any number; see ``_schedule.grid_blocks``.
+        most_rows: rows that a group of threads takes at most, or 0; see ``_schedule.Schedule``.
         slice_rows: targets that a block counts at a time.
         denominator_kind: what the sum is divided by where no ``num_items`` says it.
         gradient: whether the kernel writes the gradient; False for rows that fit nowhere.
@@ -71,7 +71,7 @@ class ForwardPlan(NamedTuple):
     rows_a_block: int
     cluster: int
     most_blocks: int
-    waves: int
+    most_rows: int
     slice_rows: int
     denominator_kind: int
     gradient: bool
@@ -126,36 +126,26 @@ def forward(logits, target, weight, byte_lengths, num_items, options, *, grad, s
     if not 0 < rows <= LARGEST:
         require(logits)
         return _empty_forward(logits.device, num_items, options.reduction, stats)
-    return run_forward(
-        plan, index, rows, address, stride, grad_address, grad_stride,
-        logits, target, weight, byte_lengths, num_items, options, grad, stats,
-    )  # fmt: skip
-
-
-def run_forward(
-    plan, index, rows, address, stride, grad_address, grad_stride,
-    logits, target, weight, byte_lengths, num_items, options, grad, stats,
-):  # fmt: skip
-    """Launch a plan: allocate what it returns, and hand over addresses and numbers."""
-    launch, rows_a_block, cluster, most_blocks, waves, slice_rows, denominator_kind, with_gradient, constants = plan
+    launch, rows_a_block, cluster, most_blocks, most_rows, slice_rows, denominator_kind, with_gradient, constants = plan
     float32 = torch.float32
     device = logits.device
+    new = allocator(device)
     stream = stream_of(index)
     clusters = -(-rows // rows_a_block)
-    if waves:
-        most_blocks = max(most_blocks, -(-rows // waves) * cluster)
+    if most_rows:
+        most_blocks = max(most_blocks, -(-rows // (rows_a_block * most_rows)) * cluster)
     clusters = min(clusters, most_blocks // cluster)
     slices = items_address = workspace_address = 0
     items = 1.0
     denominator = z_part = prediction = correct = None
     # Results are tensors of their own, not views of one: who changes the loss in place must not touch what is saved.
-    lse = empty((rows,), float32, device)
+    lse = new((rows,), (1,), float32)
     if options.reduction == "none":
-        loss = empty((rows,), float32, device)
+        loss = new((rows,), (1,), float32)
     else:
-        loss = empty((), float32, device)
+        loss = new((), (), float32)
         if options.reduction != "sum":
-            denominator = empty((1,), float32, device)
+            denominator = new((1,), (1,), float32)
         if num_items is not None:
             if isinstance(num_items, torch.Tensor):
                 denominator_kind = DENOMINATOR_POINTER
@@ -168,8 +158,8 @@ def run_forward(
         workspace_address = workspace.data_ptr()
     if stats:
         z_part = torch.empty_like(loss)
-        prediction = empty((rows,), torch.int64, device)
-        correct = empty((rows,), torch.bool, device)
+        prediction = new((rows,), (1,), torch.int64)
+        correct = new((rows,), (1,), torch.bool)
     launch(
         address,
         stride,
@@ -245,7 +235,7 @@ def make_forward_plan(
         rows_a_block=schedule.threads // schedule.row_threads,
         cluster=schedule.cluster,
         most_blocks=_schedule.most_blocks(machine, schedule, shared_bytes),
-        waves=_schedule.ROWS_OF_LARGE_CLUSTER if schedule.cluster > 2 else 0,
+        most_rows=_schedule.most_rows(schedule),
         slice_rows=schedule.threads * COUNT_UNROLL,
         denominator_kind=_denominator_kind(options.reduction, weighted, byte_dtype),
         gradient=gradient,
@@ -337,7 +327,7 @@ def backward(grad_loss, logits, target, weight, lse, denominator, options, *, gr
     if not 0 < rows <= LARGEST:
         require(logits)
         return
-    word = empty((1,), torch.float32, logits.device) if weight_sum else None
+    word = allocator(logits.device)((1,), (1,), torch.float32) if weight_sum else None
     launch(
         0 if grad_loss is None else grad_loss.data_ptr(),
         0 if scalar else grad_loss.stride(0),

@@ -12,11 +12,12 @@ schedule that goes with a width is in ``schedules``.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
 from loss_core.backend import CrossEntropyForward, CrossEntropyOptions, refuse_shard
-from loss_core.memory import empty, zeroed_words
+from loss_core.memory import allocator, zeroed_words
 from torch import Tensor
 
 from loss_triton.cross_entropy_options import (
@@ -26,13 +27,17 @@ from loss_triton.cross_entropy_options import (
     numbers_of,
 )
 from loss_triton.denominator import (
+    BYTES,
     NUMBER,
+    TENSOR,
+    WEIGHTS,
     Denominator,
+    denominator_of,
     denominator_of_gradient,
     denominator_of_loss,
-    find_denominator,
     patience,
     start_counting,
+    supply,
 )
 from loss_triton.launch import Launch, kernel, prepared, refuse_float64
 from loss_triton.rows import (
@@ -54,10 +59,10 @@ from loss_triton.rows import (
 from loss_triton.schedules import (
     alignment,
     backward_schedule,
+    few_programs,
     forward_schedule,
     gradient_schedule,
     options_schedule,
-    programs,
 )
 
 
@@ -222,6 +227,20 @@ def cross_entropy_fwd_grad_kernel(
             tl.store(denominator_ptr, denominator)
 
 
+class _Plan(NamedTuple):
+    """What a forward's dtypes, options and alignment say.
+
+    Attributes:
+        launch: of the kernel.
+        plain: whether that is one of the kernels above.
+        denominator: of the reduction.
+    """
+
+    launch: Launch
+    plain: bool
+    denominator: Denominator
+
+
 def cross_entropy_forward(
     logits: Tensor,
     target: Tensor,
@@ -234,25 +253,96 @@ def cross_entropy_forward(
     stats: bool,
 ) -> CrossEntropyForward:
     """See ``loss_core.backend``. One launch; two where class weights or bytes have to be summed before a gradient."""
-    if not _does(options, logits.dtype):
-        refuse_float64(logits)
-        refuse_shard(weight, options, stats=stats, forward=True)
     rows, classes = logits.shape
-    denominator = find_denominator(target, weight, byte_lengths, num_items, options, classes, gradient=grad is not None)
+    device, stride = logits.device, logits.stride(0)
+    grad_place, grad_stride = (None, 0) if grad is None else (grad.data_ptr() % 16, grad.stride(0))
+    launch, plain, denominator = _plan(
+        device, logits.dtype, target.dtype, classes, rows.bit_length(), options, stats, weight is not None,
+        None if byte_lengths is None else byte_lengths.dtype, type(num_items),
+        logits.data_ptr() % 16, stride, grad_place, grad_stride,
+    )  # fmt: skip
+    new, float32 = allocator(device), torch.float32
+    of_row: Tensor
+    result: Tensor | None
+    if denominator.of_rows:
+        of_row, number, result = target, 1.0, new((1,), (1,), float32)
+    else:
+        of_row, number, result = supply(
+            denominator, target, weight, byte_lengths, num_items, classes, options.ignore_index
+        )
     if not rows:
-        return _of_no_rows(logits, denominator, options, stats)
-    if weight is None and not stats and _is_plain(options):
-        return _forward_plain(logits, target, denominator, options, grad)
-    return _forward_options(logits, target, weight, denominator, options, grad, stats)
+        return _of_no_rows(device, denominator.kind, result, number, options.reduction != "none", stats)
+    row_loss, lse = new((rows,), (1,), float32), new((rows,), (1,), float32)
+    counters = loss = None
+    if options.reduction != "none":
+        counters, loss = zeroed_words(COUNTERS, device), new((), (), float32)
+    if not plain:
+        return _forward_options(
+            launch, logits, target, weight, options, grad, stats, counters, of_row, number, result, row_loss, lse, loss
+        )
+    if grad is None:
+        launch(
+            rows, (logits, target, counters, of_row, result, row_loss, lse, loss),
+            rows, classes, stride, options.ignore_index, options.logit_scale, number,
+        )  # fmt: skip
+    else:
+        launch(
+            rows, (logits, target, counters, of_row, result, row_loss, lse, grad, loss),
+            rows, classes, stride, grad_stride, options.ignore_index, options.logit_scale, number,
+        )  # fmt: skip
+    return CrossEntropyForward(row_loss if loss is None else loss, lse, result)
 
 
-@functools.lru_cache
-def _does(options: CrossEntropyOptions, dtype: torch.dtype) -> bool:
-    """Whether there is nothing to refuse; one look where the checks would be several calls."""
-    return dtype != torch.float64 and options.total_classes is None
+@functools.lru_cache(4096)
+def _plan(
+    device: torch.device,
+    dtype: torch.dtype,
+    target_dtype: torch.dtype,
+    classes: int,
+    rows_bits: int,
+    options: CrossEntropyOptions,
+    stats: bool,
+    weighted: bool,
+    byte_dtype: torch.dtype | None,
+    num_items: type,
+    place: int,
+    stride: int,
+    grad_place: int | None,
+    grad_stride: int,
+) -> _Plan:
+    refuse_float64(dtype)
+    refuse_shard(weighted or None, options, stats=stats, forward=True)
+    gradient = grad_place is not None
+    index, reduce = device.index, options.reduction != "none"
+    denominator = denominator_of(
+        options.reduction, weighted, byte_dtype, num_items, target_dtype, rows_bits, index, gradient=gradient
+    )
+    kind = denominator.kind
+    places = (place, stride) if grad_place is None else (place, stride, grad_place, grad_stride)
+    vector, edges = alignment(dtype.itemsize, classes, *places)
+    of_row = {WEIGHTS.value: torch.float32, BYTES.value: byte_dtype, TENSOR.value: torch.float32}.get(
+        kind, target_dtype
+    )
+    key = index, dtype, target_dtype, of_row
+    plain = not weighted and not stats and _is_plain(options)
+    if not plain:
+        lanes, block, hold = options_schedule(classes, vector)
+        constants: tuple[int | bool, ...] = (
+            reduce, kind, patience(index), weighted, options.label_smoothing > 0, options.softcap is not None,
+            options.total_classes is not None, stats, gradient, vector, edges, lanes, block, hold,
+        )  # fmt: skip
+        launch = prepared(cross_entropy_options_fwd_kernel, key, constants, lanes)
+    elif gradient:
+        lanes, block, hold = gradient_schedule(classes, dtype.itemsize, vector)
+        constants = kind, patience(index), vector, edges, lanes, block, hold
+        launch = prepared(cross_entropy_fwd_grad_kernel, key, constants, lanes)
+    else:
+        lanes, block, hold = forward_schedule(classes, dtype.itemsize, vector)
+        constants = reduce, kind, vector, edges, lanes, block, hold
+        launch = prepared(cross_entropy_fwd_kernel, key, constants, lanes)
+    return _Plan(launch, plain, denominator)
 
 
-@functools.lru_cache
 def _is_plain(options: CrossEntropyOptions) -> bool:
     """Whether the plain kernels do these options."""
     _, _, label_smoothing, z_loss, softcap, logit_scale, _, total_classes = options
@@ -260,108 +350,51 @@ def _is_plain(options: CrossEntropyOptions) -> bool:
 
 
 def _of_no_rows(
-    logits: Tensor, denominator: Denominator, options: CrossEntropyOptions, stats: bool
+    device: torch.device, kind: int, denominator: Tensor | None, number: float, reduce: bool, stats: bool
 ) -> CrossEntropyForward:
-    none = torch.empty(0, dtype=torch.float32, device=logits.device)
-    loss, result = none, denominator.result
-    if result is not None and result is not denominator.of_row:
-        result.fill_(denominator.number if denominator.kind == NUMBER.value else 0.0)
-    if options.reduction != "none":
-        loss = torch.zeros((), device=logits.device) if result is None else (0.0 / result).reshape(())
+    none = torch.empty(0, dtype=torch.float32, device=device)
+    loss = none
+    if reduce:
+        if denominator is not None and kind != TENSOR.value:
+            denominator.fill_(number if kind == NUMBER.value else 0.0)
+        loss = torch.zeros((), device=device) if denominator is None else (0.0 / denominator).reshape(())
     if not stats:
-        return CrossEntropyForward(loss, none, result)
-    return CrossEntropyForward(loss, none, result, loss.clone(), none.to(torch.int64), none.to(torch.bool))
-
-
-def _forward_plain(
-    logits: Tensor,
-    target: Tensor,
-    denominator: Denominator,
-    options: CrossEntropyOptions,
-    grad: Tensor | None,
-) -> CrossEntropyForward:
-    rows, classes = logits.shape
-    device, dtype = logits.device, logits.dtype
-    kind, of_row, number, result = denominator
-    row_loss, lse = empty((rows,), torch.float32, device), empty((rows,), torch.float32, device)
-    counters = loss = None
-    if options.reduction != "none":
-        counters, loss = zeroed_words(COUNTERS, device), empty((), torch.float32, device)
-    vector, edges = alignment(logits, grad)
-    dtypes = dtype, target.dtype, None if of_row is None else of_row.dtype
-    if grad is None:
-        launch = _forward_launch(device.index, dtypes, classes, vector, edges, kind, loss is not None)
-        launch(
-            rows, logits, target, counters, of_row, result, row_loss, lse, loss,
-            rows, classes, logits.stride(0), options.ignore_index, options.logit_scale, number,
-        )  # fmt: skip
-    else:
-        launch = _gradient_launch(device.index, dtypes, classes, vector, edges, kind)
-        launch(
-            rows, logits, target, counters, of_row, result, row_loss, lse, grad, loss,
-            rows, classes, logits.stride(0), grad.stride(0), options.ignore_index, options.logit_scale, number,
-        )  # fmt: skip
-    return CrossEntropyForward(row_loss if loss is None else loss, lse, result)
-
-
-@functools.cache
-def _forward_launch(
-    device: int | None, dtypes: tuple[torch.dtype | None, ...], classes: int, vector: int, edges: bool, kind: int,
-    reduce: bool,
-) -> Launch:  # fmt: skip
-    lanes, block, hold = forward_schedule(classes, dtypes[0].itemsize, vector)  # type: ignore[union-attr]
-    constants = reduce, kind, vector, edges, lanes, block, hold
-    return prepared(cross_entropy_fwd_kernel, (device, dtypes), constants, lanes)
-
-
-@functools.cache
-def _gradient_launch(
-    device: int | None, dtypes: tuple[torch.dtype | None, ...], classes: int, vector: int, edges: bool, kind: int
-) -> Launch:
-    lanes, block, hold = gradient_schedule(classes, dtypes[0].itemsize, vector)  # type: ignore[union-attr]
-    constants = kind, patience(device), vector, edges, lanes, block, hold
-    return prepared(cross_entropy_fwd_grad_kernel, (device, dtypes), constants, lanes)
+        return CrossEntropyForward(loss, none, denominator)
+    return CrossEntropyForward(loss, none, denominator, loss.clone(), none.to(torch.int64), none.to(torch.bool))
 
 
 def _forward_options(
+    launch: Launch,
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    denominator: Denominator,
     options: CrossEntropyOptions,
     grad: Tensor | None,
     stats: bool,
+    counters: Tensor | None,
+    of_row: Tensor,
+    number: float,
+    denominator: Tensor | None,
+    row_loss: Tensor,
+    lse: Tensor,
+    loss: Tensor | None,
 ) -> CrossEntropyForward:
     rows, classes = logits.shape
-    device = logits.device
-    kind, of_row, number, result = denominator
-    reduce = options.reduction != "none"
-    row_loss, lse = empty((rows,), torch.float32, device), empty((rows,), torch.float32, device)
-    counters = loss = row_z_loss = z_loss = prediction = correct = None
-    if reduce:
-        counters, loss = zeroed_words(COUNTERS, device), empty((), torch.float32, device)
+    row_z_loss = z_loss = prediction = correct = None
     if stats:
-        row_z_loss = empty((rows,), torch.float32, device)
-        z_loss = empty((), torch.float32, device) if reduce else None
-        prediction, correct = empty((rows,), torch.int64, device), empty((rows,), torch.bool, device)
-    vector, edges = alignment(logits, grad)
-    lanes, block, hold = options_schedule(classes, vector)
-    launch = prepared(
-        cross_entropy_options_fwd_kernel,
-        (device.index, logits.dtype, target.dtype, None if of_row is None else of_row.dtype),
-        (reduce, kind, patience(device.index), weight is not None, options.label_smoothing > 0,
-         options.softcap is not None, options.total_classes is not None, stats, grad is not None,
-         vector, edges, lanes, block, hold),
-        lanes,
-    )  # fmt: skip
+        new = allocator(logits.device)
+        row_z_loss = new((rows,), (1,), torch.float32)
+        z_loss = None if loss is None else new((), (), torch.float32)
+        prediction, correct = new((rows,), (1,), torch.int64), new((rows,), (1,), torch.bool)
     launch(
-        rows, logits, target, weight, counters, of_row, result, row_loss, lse, grad, loss, row_z_loss, z_loss,
-        prediction, correct, rows, classes, logits.stride(0), 0 if grad is None else grad.stride(0),
-        *numbers_of(options, classes), number,
+        rows,
+        (logits, target, weight, counters, of_row, denominator, row_loss, lse, grad, loss, row_z_loss, z_loss,
+         prediction, correct),
+        rows, classes, logits.stride(0), 0 if grad is None else grad.stride(0), *numbers_of(options, classes), number,
     )  # fmt: skip
     if loss is None:
         return CrossEntropyForward(row_loss, lse, None, row_z_loss, prediction, correct)
-    return CrossEntropyForward(loss, lse, result, z_loss, prediction, correct)
+    return CrossEntropyForward(loss, lse, denominator, z_loss, prediction, correct)
 
 
 def cross_entropy_backward(
@@ -377,46 +410,55 @@ def cross_entropy_backward(
     skip_if_one: bool,
 ) -> None:
     """See ``loss_core.backend``. One launch."""
-    if not _does(options, logits.dtype):
-        refuse_float64(logits)
-        refuse_shard(weight, options, stats=False, forward=False)
     rows, classes = logits.shape
-    if not rows:
-        return
-    vector, edges = alignment(logits, grad)
-    device = logits.device
-    launch = _backward_launch(
-        device.index, (logits.dtype, target.dtype, grad_loss.dtype), classes, vector, edges, weight is not None,
-        denominator is None, options, skip_if_one,
+    stride, grad_stride = logits.stride(0), grad.stride(0)
+    launch, most_programs, numbers = _backward_plan(
+        logits.device, logits.dtype, target.dtype, grad_loss.dtype, classes, options, weight is not None,
+        denominator is None, skip_if_one, logits.data_ptr() % 16, stride, grad.data_ptr() % 16, grad_stride,
     )  # fmt: skip
-    launch(
-        programs(rows, device), grad_loss, logits, target, weight, lse, denominator, grad,
-        rows, classes, grad_loss.stride(0) if options.reduction == "none" else 0, logits.stride(0), grad.stride(0),
-        *numbers_of(options, classes),
-    )  # fmt: skip
+    if rows:
+        # Without weights the kernel looks at none, and any tensor will do.
+        weight = lse if weight is None else weight
+        launch(
+            min(rows, most_programs), (grad_loss, logits, target, weight, lse, denominator, grad),
+            rows, classes, grad_loss.stride(0) if options.reduction == "none" else 0, stride, grad_stride, *numbers,
+        )  # fmt: skip
 
 
 @functools.lru_cache(4096)
-def _backward_launch(
-    device: int | None, dtypes: tuple[torch.dtype, ...], classes: int, vector: int, edges: bool, weighted: bool,
-    whole: bool, options: CrossEntropyOptions, skip_if_one: bool,
-) -> Launch:  # fmt: skip
+def _backward_plan(
+    device: torch.device,
+    dtype: torch.dtype,
+    target_dtype: torch.dtype,
+    grad_loss_dtype: torch.dtype,
+    classes: int,
+    options: CrossEntropyOptions,
+    weighted: bool,
+    whole: bool,
+    skip_if_one: bool,
+    *places: int,
+) -> tuple[Launch, int, tuple[float, ...]]:
+    """The launch, how many programs it takes at most, and the last of its numbers."""
+    refuse_float64(dtype)
+    refuse_shard(weighted or None, options, stats=False, forward=False)
+    vector, edges = alignment(dtype.itemsize, classes, *places)
     lanes, block = backward_schedule(classes, vector)
     constants = (
         weighted, options.label_smoothing > 0, options.softcap is not None, options.total_classes is not None,
         skip_if_one, vector, edges, lanes, block,
     )  # fmt: skip
-    return prepared(cross_entropy_bwd_kernel, (device, dtypes, whole), constants, lanes)
+    key = device.index, dtype, target_dtype, grad_loss_dtype, whole
+    return prepared(cross_entropy_bwd_kernel, key, constants, lanes), few_programs(device), numbers_of(options, classes)
 
 
 def cross_entropy_rescale(grad_loss: Tensor, grad: Tensor) -> None:
     """See ``loss_core.backend``. One launch."""
-    refuse_float64(grad)
+    refuse_float64(grad.dtype)
     rows, classes = grad.shape
     if not rows:
         return
-    vector, edges = alignment(grad, None)
+    vector, edges = alignment(grad.element_size(), classes, grad.data_ptr(), grad.stride(0))
     lanes, block = backward_schedule(classes, vector)
     key = grad.device.index, grad.dtype, grad_loss.dtype
     launch = prepared(cross_entropy_rescale_kernel, key, (vector, edges, lanes, block), lanes)
-    launch(programs(rows, grad.device), grad_loss, grad, rows, classes, grad.stride(0))
+    launch(min(rows, few_programs(grad.device)), (grad_loss, grad), rows, classes, grad.stride(0))

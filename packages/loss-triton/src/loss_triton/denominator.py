@@ -8,16 +8,16 @@ launch of their own there. Without a gradient all of this has time until the las
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from loss_core.backend import CrossEntropyOptions
-from loss_core.memory import empty
+from loss_core.memory import allocator
 from torch import Tensor
 
-from loss_triton.launch import kernel, prepared
+from loss_triton.launch import Launch, kernel, prepared
 from loss_triton.rows import COUNT_WORD
 
 # What the denominator is; a constant of the kernels, and its value for the host.
@@ -27,7 +27,7 @@ ONE, ROWS, NUMBER, TENSOR, WEIGHTS, BYTES = map(tl.constexpr, range(6))
 # All in 32 bits, for every lane keeps a word while the row is summed, where registers are scarce.
 _SLICES = tl.constexpr(64)
 _SLICE = tl.constexpr(1 << 24)
-_TOO_MANY_ROWS = 1 << 24
+TOO_MANY_ROWS = 1 << 24
 
 # How often a program looks for the count, about a microsecond each, before it counts for itself.
 _PATIENCE = 2048
@@ -144,55 +144,81 @@ def cross_entropy_denominator_kernel(
 
 
 class Denominator(NamedTuple):
-    """Where the kernels of a call find the denominator.
+    """What the denominator of a case is.
 
     Attributes:
-        kind: the value of ONE, ROWS, ... above.
-        of_row: for WEIGHTS the weights, for BYTES the byte lengths, for TENSOR the denominator; else None.
-        number: the denominator itself, for NUMBER.
-        result: (1,) float32, holds the denominator when the kernels have run; None for ONE.
+        kind: the value of ONE, ROWS, ... above, for the kernel.
+        before: what has to be launched before the kernel, or None.
+        of_rows: whether it is the usual one, which the kernel itself counts.
     """
 
     kind: int
-    of_row: Tensor | None
-    number: float
-    result: Tensor | None
+    before: Launch | None = None
+    of_rows: bool = False
 
 
-OF_NOTHING = Denominator(ONE.value, None, 1.0, None)
-"""The denominator of a sum, and of rows that are not added up."""
+def denominator_of(
+    reduction: str,
+    weighted: bool,
+    byte_dtype: torch.dtype | None,
+    num_items: type,
+    target_dtype: torch.dtype,
+    rows_bits: int,
+    device: int | None,
+    *,
+    gradient: bool,
+) -> Denominator:
+    """The denominator of a reduction, for a kernel that writes a `gradient` or none.
+
+    Args:
+        reduction: as in the options of the loss.
+        weighted: whether there are class weights.
+        byte_dtype: of the byte lengths, None without.
+        num_items: its type.
+        target_dtype: of the targets.
+        rows_bits: the number of rows is less than 2**rows_bits.
+        device: index of the GPU; None in the interpreter.
+        gradient: whether it has to be known before the first row is written.
+    """
+    if reduction in ("none", "sum"):
+        return Denominator(ONE.value)
+    if num_items is not NoneType:
+        return Denominator(TENSOR.value if issubclass(num_items, Tensor) else NUMBER.value)
+    kind = BYTES if byte_dtype is not None else WEIGHTS if weighted else ROWS
+    if not gradient or (kind is ROWS and 1 << rows_bits <= TOO_MANY_ROWS):
+        return Denominator(kind.value, of_rows=kind is ROWS)
+    few = rows_bits <= 10
+    key = device, target_dtype, torch.float32 if kind is WEIGHTS else byte_dtype
+    before = prepared(cross_entropy_denominator_kernel, key, (kind.value, 1024 if few else 8192), 128 if few else 1024)
+    return Denominator(TENSOR.value, before)
 
 
-def find_denominator(
+def supply(
+    denominator: Denominator,
     target: Tensor,
     weight: Tensor | None,
     byte_lengths: Tensor | None,
     num_items: Tensor | float | None,
-    options: CrossEntropyOptions,
     classes: int,
-    *,
-    gradient: bool,
-) -> Denominator:
-    """The denominator of a reduction; launches what has to be known before a kernel with `gradient`."""
-    if options.reduction in ("none", "sum"):
-        return OF_NOTHING
+    ignore_index: int,
+) -> tuple[Tensor, float, Tensor | None]:
+    """The kernel's of_row, number and denominator: what it finds it in, its value, and where it stores it.
+
+    of_row: for WEIGHTS the weights, for BYTES the byte lengths, for TENSOR the denominator; else the target, to name
+    a tensor. number: for NUMBER. denominator: (1,) float32, holds it when the kernels have run; None for ONE.
+    """
+    if denominator.kind == ONE.value:
+        return target, 1.0, None
     if isinstance(num_items, Tensor):
-        return Denominator(TENSOR.value, num_items, 1.0, num_items)
-    result = empty((1,), torch.float32, target.device)
+        return num_items, 1.0, num_items
+    result = allocator(target.device)((1,), (1,), torch.float32)
     if num_items is not None:
-        return Denominator(NUMBER.value, None, num_items, result)
-    kind, of_row = (BYTES, byte_lengths) if byte_lengths is not None else (ROWS if weight is None else WEIGHTS, weight)
-    rows = target.shape[0]
-    if not gradient or (kind is ROWS and rows < _TOO_MANY_ROWS):
-        return Denominator(kind.value, of_row, 1.0, result)
-    launch = prepared(
-        cross_entropy_denominator_kernel,
-        (target.device.index, target.dtype, None if of_row is None else of_row.dtype),
-        (kind.value, 1024 if rows <= 1024 else 8192),
-        128 if rows <= 1024 else 1024,
-    )
-    launch(1, target, of_row, result, rows, classes, options.ignore_index)
-    return Denominator(TENSOR.value, result, 1.0, result)
+        return target, num_items, result
+    of_row = byte_lengths if byte_lengths is not None else weight if weight is not None else target
+    if denominator.before is None:
+        return of_row, 1.0, result
+    denominator.before(1, (target, of_row, result), target.shape[0], classes, ignore_index)
+    return result, 1.0, result
 
 
 def patience(device: int | None) -> int:

@@ -26,6 +26,9 @@ _WARP = 64 if torch.version.hip else 32
 # Called by a profiler around each launch.
 _hooks = triton.knobs.runtime
 
+# Versions whose launcher in C is called below as their own Python calls it.
+_CALLS_C_ITSELF = triton.__version__.startswith(("3.5.", "3.6."))
+
 
 class Launch:
     """A kernel with the values of its constants; called with a number of programs and the other arguments.
@@ -33,43 +36,54 @@ class Launch:
     The first call compiles. All calls must agree in the device, in the dtypes of tensors and in which are None.
     """
 
-    __slots__ = (
-        "_compiled",
-        "_constants",
-        "_device",
-        "_function",
-        "_jit",
-        "_launch",
-        "_metadata",
-        "_stream_of",
-        "_warps",
-    )
+    __slots__ = ("_address", "_compiled", "_constants", "_device", "_front", "_jit", "_launch", "_stream_of", "_warps")
 
     def __init__(self, kernel: Kernel, constants: tuple[Any, ...], threads: int) -> None:
         self._jit, self._constants, self._warps = kernel.jit, constants, max(1, threads // _WARP)
         self._compiled: Any = None
 
-    def __call__(self, programs: int, *arguments: Any) -> None:
+    def __call__(self, programs: int, tensors: tuple[Tensor | None, ...], *numbers: float) -> None:
         compiled = self._compiled
         if compiled is None:
-            self._compile(programs, arguments)
+            self._compile(programs, tensors, numbers)
         elif _hooks.launch_enter_hook.calls or _hooks.launch_exit_hook.calls:
-            compiled[programs, 1, 1](*arguments, *self._constants)
+            compiled[programs, 1, 1](*tensors, *numbers, *self._constants)
         else:
-            # What compiled[grid](...) does, the same from Triton 3.5 to 3.9, without the hooks: half the time.
+            # What compiled[grid](...) does, without the hooks: half the time. Addresses, since given a tensor it would
+            # ask the driver whether it may use its address.
             self._launch(
-                programs, 1, 1, self._stream_of(self._device), self._function, self._metadata, None, None, None,
-                *arguments, *self._constants,
+                programs, 1, 1, self._stream_of(self._device), *self._front,
+                *map(self._address, tensors), *numbers, *self._constants,
             )  # fmt: skip
 
-    def _compile(self, programs: int, arguments: tuple[Any, ...]) -> None:
+    def _compile(self, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]) -> None:
         """Compile, launch, and keep the binary."""
-        compiled = self._jit[programs,](*arguments, *self._constants, num_warps=self._warps)
+        compiled = self._jit[programs,](*tensors, *numbers, *self._constants, num_warps=self._warps)
         # The interpreter has no binary to keep.
         if compiled is not None:
-            self._launch, self._function, self._metadata = compiled.run, compiled.function, compiled.packed_metadata
+            self._launch, self._front = _launcher_of(compiled)
+            self._address = _address_or_none if any(tensor is None for tensor in tensors) else Tensor.data_ptr
             self._stream_of, self._device = driver.active.get_current_stream, driver.active.get_current_device()
             self._compiled = compiled
+
+
+def _address_or_none(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _launcher_of(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """What launches a binary, given a grid, a stream, these arguments and the kernel's own."""
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    no_hooks = None, None, None
+    if (
+        _CALLS_C_ITSELF and type(run).__name__ == "CudaLauncher"
+        and not run.global_scratch_size and not run.profile_scratch_size
+    ):  # fmt: skip
+        # The function in C beneath it, where its arguments are known and there is no memory to allocate for it: the
+        # Python in between takes as long as the launch when its caches are cold.
+        return run.launch, (function, run.launch_cooperative_grid, run.launch_pdl, None, None, metadata, *no_hooks)
+    # The same from Triton 3.5 to 3.9.
+    return run, (function, metadata, *no_hooks)
 
 
 @functools.cache
@@ -97,8 +111,8 @@ def kernel(function: Callable[..., Any]) -> Kernel:
     return Kernel(function)
 
 
-def refuse_float64(*tensors: Tensor) -> None:
+def refuse_float64(*dtypes: torch.dtype) -> None:
     """The kernels compute in float32."""
-    for tensor in tensors:
-        if tensor.dtype == torch.float64:
+    for dtype in dtypes:
+        if dtype == torch.float64:
             raise UnsupportedInput("the Triton kernels take float16, bfloat16 and float32, got float64")

@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 
 class Schedule(NamedTuple):
@@ -85,21 +84,24 @@ def backward_schedule(classes: int, vector: int) -> tuple[int, int]:
     return 128, 128 * vector * 4
 
 
-def programs(rows: int, device: torch.device) -> int:
-    """Programs of a kernel whose programs take several rows each: few, since most of its calls leave at once."""
-    return min(rows, 8 * _processors(device))
-
-
 @lru_cache
-def _processors(device: torch.device) -> int:
+def few_programs(device: torch.device) -> int:
+    """Programs of a kernel whose programs take several rows each: few, since most of its calls leave at once."""
     # The interpreter runs the programs of a CPU tensor one after the other.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return 8 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
-def alignment(logits: Tensor, grad: Tensor | None) -> tuple[int, bool]:
-    """Elements of a vector, and whether rows have edges (see ``rows``); of both tensors at the same columns."""
-    vector = 16 // logits.element_size()
-    address, stride = logits.data_ptr() % 16, logits.stride(0) % vector
-    if grad is not None and (grad.data_ptr() % 16 != address or grad.stride(0) % vector != stride):
+def alignment(size: int, classes: int, *places: int) -> tuple[int, bool]:
+    """Elements of a vector, and whether rows have edges (see ``rows``).
+
+    Args:
+        size: bytes of an element.
+        classes: of a row.
+        places: address and row stride in elements of the logits, then of the gradient if there is one. Both are cut
+            at the same columns, or else taken element by element.
+    """
+    vector = 16 // size
+    starts, strides = {place % 16 for place in places[::2]}, {stride % vector for stride in places[1::2]}
+    if len(starts) > 1 or len(strides) > 1:
         return 1, False
-    return vector, bool(address or stride or logits.shape[1] % vector)
+    return vector, bool(starts != {0} or strides != {0} or classes % vector)

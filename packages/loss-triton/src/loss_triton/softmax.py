@@ -343,7 +343,7 @@ def log_softmax_backward(grad_output: Tensor, output: Tensor, grad_input: Tensor
 
 
 def _forward(input: Tensor, output: Tensor, LOG: bool) -> None:
-    refuse_float64(input, output)
+    refuse_float64(input.dtype, output.dtype)
     rows, classes = input.shape
     if not rows or not classes:
         return
@@ -355,14 +355,14 @@ def _forward(input: Tensor, output: Tensor, LOG: bool) -> None:
     if schedule.hold:
         constants = LOG, schedule.block, schedule.hold, threads, vector, edges
         launch = prepared(softmax_fwd_long_kernel, key, constants, threads)
-        launch(rows, input, output, classes, *strides)
+        launch(rows, (input, output), classes, *strides)
     else:
         launch = prepared(softmax_fwd_kernel, key, (LOG, schedule.rows, schedule.block, vector, edges), threads)
-        launch(-(-rows // schedule.rows), input, output, rows, classes, *strides)
+        launch(-(-rows // schedule.rows), (input, output), rows, classes, *strides)
 
 
 def _backward(grad_output: Tensor, output: Tensor, grad_input: Tensor, LOG: bool) -> None:
-    refuse_float64(grad_output, output, grad_input)
+    refuse_float64(grad_output.dtype, output.dtype, grad_input.dtype)
     rows, classes = output.shape
     if not rows or not classes:
         return
@@ -375,7 +375,7 @@ def _backward(grad_output: Tensor, output: Tensor, grad_input: Tensor, LOG: bool
     if schedule.hold:
         constants = LOG, schedule.block, schedule.hold, threads, vector, edges
         launch = prepared(softmax_bwd_long_kernel, key, constants, threads)
-        launch(rows, *tensors, classes, *strides)
+        launch(rows, tensors, classes, *strides)
     else:
         launch = prepared(softmax_bwd_kernel, key, (LOG, schedule.rows, schedule.block, vector, edges), threads)
-        launch(-(-rows // schedule.rows), *tensors, rows, classes, *strides)
+        launch(-(-rows // schedule.rows), tensors, rows, classes, *strides)

@@ -216,12 +216,12 @@ def log_softmax_columns_backward(grad_output: Tensor, output: Tensor, grad_input
 
 
 def _forward(input: Tensor, output: Tensor, LOG: bool) -> None:
-    refuse_float64(input, output)
+    refuse_float64(input.dtype, output.dtype)
     _launch(softmax_columns_fwd_kernel, (input, output), LOG, held=32)
 
 
 def _backward(grad_output: Tensor, output: Tensor, grad_input: Tensor, LOG: bool) -> None:
-    refuse_float64(grad_output, output, grad_input)
+    refuse_float64(grad_output.dtype, output.dtype, grad_input.dtype)
     _launch(softmax_columns_bwd_kernel, (grad_output, output, grad_input), LOG, held=16)
 
 
@@ -238,4 +238,4 @@ def _launch(kernel_: Kernel, tensors: tuple[Tensor, ...], LOG: bool, held: int) 
     strides = [stride for tensor in tensors for stride in tensor.stride()[:2]]
     key = tensors[0].device.index, *(tensor.dtype for tensor in tensors)
     launch = prepared(kernel_, key, (LOG, block, block_inner, lanes, vector), threads)
-    launch(outer * -(-inner // block_inner), *tensors, classes, inner, *strides)
+    launch(outer * -(-inner // block_inner), tensors, classes, inner, *strides)
