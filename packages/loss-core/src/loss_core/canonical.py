@@ -59,11 +59,16 @@ def share_memory(rows: Tensor, input: Tensor) -> bool:
 def on_device_of(input: Tensor, function: Callable[..., T], *arguments: Any) -> T:
     """`function` of the arguments while `input`'s device is current, and the former one again afterwards."""
     if several_devices():
-        index = input.device.index
-        if index is not None and index != torch.accelerator.current_device_index():
-            with torch.accelerator.device_index(index):
+        device = input.device
+        if not is_current(device):
+            with torch.accelerator.device_index(device.index):
                 return function(*arguments)
     return function(*arguments)
+
+
+def is_current(device: torch.device) -> bool:
+    """Whether `device` is the current one of its type."""
+    return device.index is None or device.index == torch.accelerator.current_device_index()
 
 
 @lru_cache(maxsize=1)

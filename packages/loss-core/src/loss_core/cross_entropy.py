@@ -3,8 +3,12 @@
 The way of a call: ``cross_entropy`` -> ``_compute`` (validation, canonical operands, choice of the backend) ->
 ``_run_on`` -> ``_CrossEntropy`` (autograd; skipped where no gradient is wanted) -> the backend's
 ``cross_entropy_forward``. Under ``torch.compile`` the rest is one opaque op, which makes the same choice when the graph
-runs. What shapes, dtypes and options say is worked out once and then looked up (``_facts_met``), and few functions lie
-on this way: in a training step the caches are cold, and each takes microseconds (docs/tuning.md, "The host").
+runs.
+
+The usual call of a training loop, logits and targets with a gradient, goes a shorter way: ``_compute`` -> ``_usual``
+(all that does not depend on values, looked up) -> ``_UsualCrossEntropy`` -> the functions that the backend prepared.
+Few functions lie on it, for in a training step the caches are cold, and each takes microseconds (docs/tuning.md, "The
+host").
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from loss_core.backend import REDUCTIONS, CrossEntropyForward, CrossEntropyOptio
 from loss_core.canonical import (
     class_dim,
     from_rows,
+    is_current,
     may_be_overwritten,
     on_device_of,
     several_devices,
@@ -215,6 +220,20 @@ def _compute(
         raise _no_tensor(input, target)
     # The compiler traces the check itself; a loop meets the same few shapes and options again and again.
     compiling = torch.compiler.is_compiling()
+    if (
+        weight is byte_lengths is num_items is None and not (inplace or stats or compiling)
+        and type(input) is Tensor and input.requires_grad and torch.is_grad_enabled()
+        and not torch._C._are_functorch_transforms_active()
+    ):  # fmt: skip
+        usual = _usual(
+            input.dtype, input.shape, input.stride(), input.data_ptr() % 16, input.device,
+            target.dtype, target.shape, target.stride(), target.device,
+            registry.chosen(backend), registry.searches, *of_facts,
+        )  # fmt: skip
+        if usual is not None and (not several_devices() or is_current(input.device)):
+            if usual.looked_at or variable("LOSS_VALIDATE") not in ("", "0"):
+                _check_range(target, usual.gradient[0][1], usual.ignore_index, target.shape)
+            return _apply_usual(input, (target, usual))
     facts = (_facts if compiling else _facts_met)(
         input.dtype, input.shape, input.device, target.dtype, target.shape, target.device, *of_facts
     )
@@ -389,6 +408,61 @@ def _ignored(target: Tensor, ignore_index: int) -> Tensor:
     return (target.long() if target.dtype == torch.uint8 else target) == ignore_index
 
 
+class _Usual(NamedTuple):
+    """The usual call, prepared by a backend.
+
+    Attributes:
+        forward, backward: of ``PreparedCrossEntropy``.
+        new, gradient: what allocates the gradient, and with what.
+        looked_at: as in ``_Facts``.
+        ignore_index: of the options.
+    """
+
+    forward: Any
+    backward: Any
+    new: Any
+    gradient: tuple[tuple[int, int], tuple[int, int], torch.dtype]
+    looked_at: bool
+    ignore_index: int
+
+
+@lru_cache(1024)
+def _usual(
+    dtype: torch.dtype,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    offset: int,
+    device: torch.device,
+    target_dtype: torch.dtype,
+    target_shape: torch.Size,
+    target_strides: tuple[int, ...],
+    target_device: torch.device,
+    name: str | None,
+    searches: int,
+    *of_facts: Any,
+) -> _Usual | None:
+    """The call if it is one and the backend prepares it. `searches` only tells apart what is kept."""
+    facts = _facts_met(dtype, shape, device, target_dtype, target_shape, target_device, *of_facts)
+    options = facts.options
+    in_rows = facts.in_rows and strides[1] == 1 and target_strides == (1,) and shape[0] > 0
+    if facts.probabilities or not in_rows or options.reduction not in ("mean", "sum"):
+        return None
+    backend = registry.candidates("cross_entropy", device, name)[0]
+    prepare = getattr(backend.module, "cross_entropy_prepare", None)
+    if prepare is None:
+        return None
+    rows, classes = shape
+    try:
+        prepared = prepare(device, dtype, target_dtype, rows, classes, strides[0], offset, options)
+    except UnsupportedInput:
+        return None
+    if prepared is None:
+        return None
+    gradient = (rows, classes), (classes, 1), dtype
+    forward, backward = prepared
+    return _Usual(forward, backward, allocator(device), gradient, facts.looked_at, options.ignore_index)
+
+
 # On one backend
 
 
@@ -413,7 +487,6 @@ def _run_on(
             raise UnsupportedInput(f"backend {backend.name!r} gives no statistics")
         result = module.cross_entropy(to_rows(input, dim), target, weight, byte_lengths, num_items, options)
     elif torch.is_grad_enabled() and input.requires_grad:
-        # Function.apply serves torch.func's transforms first, in Python; without one that takes as long as the rest.
         apply = _CrossEntropy.apply if torch._C._are_functorch_transforms_active() else _apply_in_c
         # One tuple, since autograd looks at each of its arguments.
         result = apply(input, (target, weight, byte_lengths, num_items, options, dim, inplace, stats, module))
@@ -569,7 +642,35 @@ class _CrossEntropy(torch.autograd.Function):
         return grad, None
 
 
+class _UsualCrossEntropy(torch.autograd.Function):
+    """``_CrossEntropy`` for the usual call."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, call: tuple[Tensor, _Usual]) -> Tensor:  # type: ignore[override]
+        target, usual = call
+        grad = usual.new(*usual.gradient)
+        loss, lse, denominator = usual.forward(input, target, grad)
+        ctx.save_for_backward(input, target)
+        ctx.grad, ctx.rest = grad, (usual, lse, denominator)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        input, target = ctx.saved_tensors
+        usual, lse, denominator = ctx.rest
+        in_forward = ctx.grad is not None
+        grad = ctx.grad if in_forward else usual.new(*usual.gradient)
+        # Autograd copies a gradient that somebody else still holds.
+        ctx.grad = None
+        usual.backward(grad_loss, input, target, lse, denominator, grad, in_forward)
+        if torch.is_grad_enabled():
+            grad = first_derivative_only(grad, "cross_entropy", grad_loss, input)
+        return grad, None
+
+
+# Function.apply serves torch.func's transforms first, in Python; without one that takes as long as the rest.
 _apply_in_c = super(torch.autograd.Function, _CrossEntropy).apply
+_apply_usual = super(torch.autograd.Function, _UsualCrossEntropy).apply
 
 
 def _gradient(ctx: Any, grad_loss: Tensor) -> Tensor:

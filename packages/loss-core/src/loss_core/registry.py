@@ -141,6 +141,8 @@ class _Discovered(NamedTuple):
 
 _load_lock = threading.RLock()
 _discovered: _Discovered | None = None
+searches = 0
+"""How often ``refresh`` was called: what is kept of an earlier search no longer holds."""
 _default: str | None = None
 _in_use: ContextVar[str | None] = ContextVar("loss_core_backend", default=None)
 
@@ -182,9 +184,10 @@ def refresh() -> None:
 
     Settings made by ``set_default_backend`` and ``use_backend`` stay. Modules that were imported stay imported.
     """
-    global _discovered
+    global _discovered, searches
     with _load_lock:
         _discovered = None
+        searches += 1
 
 
 def _named(name: str) -> Backend:
@@ -288,6 +291,11 @@ def use_backend(name: str) -> Iterator[None]:
         _in_use.reset(token)
 
 
+def chosen(name: str | None) -> str | None:
+    """The backend that a call has to use which names `name`, or None for the first that can."""
+    return name or _in_use.get() or _default or variable("LOSS_BACKEND") or None
+
+
 def candidates(op: str, device: torch.device, name: str | None) -> tuple[Backend, ...]:
     """The backends to try for a call of `op` on `device`, in order: one if the choice is explicit.
 
@@ -296,7 +304,7 @@ def candidates(op: str, device: torch.device, name: str | None) -> tuple[Backend
             reason; or if none at all provides the op.
         UnsupportedInput: if the backend that was named lacks `op`.
     """
-    name = name or _in_use.get() or _default or variable("LOSS_BACKEND") or None
+    name = chosen(name)
     state = _discovered or _state()
     found = state.candidates.get((op, device, name))
     if found is None:

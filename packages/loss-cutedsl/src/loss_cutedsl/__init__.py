@@ -9,7 +9,7 @@ the op itself in the place of the function here.
 from __future__ import annotations
 
 import torch
-from loss_core.backend import CrossEntropyForward, CrossEntropyOptions
+from loss_core.backend import CrossEntropyForward, CrossEntropyOptions, PreparedCrossEntropy
 from torch import Tensor
 
 from .__about__ import __version__
@@ -20,6 +20,7 @@ __all__ = [
     "__version__",
     "cross_entropy_backward",
     "cross_entropy_forward",
+    "cross_entropy_prepare",
     "cross_entropy_rescale",
     "log_softmax_backward",
     "log_softmax_forward",
@@ -46,6 +47,7 @@ def _load() -> None:
     globals().update(
         cross_entropy_forward=cross_entropy.forward,
         cross_entropy_backward=cross_entropy.backward,
+        cross_entropy_prepare=cross_entropy.prepare,
         cross_entropy_rescale=cross_entropy.rescale,
         softmax_forward=softmax.softmax_forward,
         softmax_backward=softmax.softmax_backward,
@@ -87,6 +89,21 @@ def cross_entropy_backward(
     cross_entropy_backward(
         grad_loss, logits, target, weight, lse, denominator, options, grad=grad, skip_if_one=skip_if_one
     )
+
+
+def cross_entropy_prepare(
+    device: torch.device,
+    dtype: torch.dtype,
+    target_dtype: torch.dtype,
+    rows: int,
+    classes: int,
+    stride: int,
+    offset: int,
+    options: CrossEntropyOptions,
+) -> PreparedCrossEntropy | None:
+    """Both for calls that have all of this in common, what they look up being looked up."""
+    _load()
+    return cross_entropy_prepare(device, dtype, target_dtype, rows, classes, stride, offset, options)
 
 
 def cross_entropy_rescale(grad_loss: Tensor, grad: Tensor) -> None:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 from loss_core.backend import CrossEntropyForward as ForwardResult
-from loss_core.backend import UnsupportedInput, refuse_shard
+from loss_core.backend import PreparedCrossEntropy, UnsupportedInput, refuse_shard
 from loss_core.memory import allocator, zeroed_words
 
 from . import _schedule
@@ -131,10 +131,7 @@ def forward(logits, target, weight, byte_lengths, num_items, options, *, grad, s
     device = logits.device
     new = allocator(device)
     stream = stream_of(index)
-    clusters = -(-rows // rows_a_block)
-    if most_rows:
-        most_blocks = max(most_blocks, -(-rows // (rows_a_block * most_rows)) * cluster)
-    clusters = min(clusters, most_blocks // cluster)
+    clusters = _clusters(rows, rows_a_block, cluster, most_blocks, most_rows)
     slices = items_address = workspace_address = 0
     items = 1.0
     denominator = z_part = prediction = correct = None
@@ -188,6 +185,56 @@ def forward(logits, target, weight, byte_lengths, num_items, options, *, grad, s
         # Rows that fit nowhere: the gradient is recomputed from the logits.
         backward(None, logits, target, weight, lse, denominator, options, grad=grad, skip_if_one=False)
     return ForwardResult(loss, lse, denominator, z_part, prediction, correct)
+
+
+def prepare(device, dtype, target_dtype, rows, cols, stride, offset, options):
+    """``cross_entropy_prepare`` of the contract in loss_core.backend."""
+    index = device.index
+    ragged = (offset | (cols | stride) * dtype.itemsize) % VECTOR_BYTES != 0
+    plan = _forward_plan(index, dtype, cols, ragged, target_dtype, True, False, None, False, options)
+    if not plan.gradient or rows > LARGEST:
+        return None
+    launch, rows_a_block, cluster, most_blocks, most_rows, slice_rows, denominator_kind, _, constants = plan
+    clusters = _clusters(rows, rows_a_block, cluster, most_blocks, most_rows)
+    blocks = clusters * cluster
+    slices = min(MOST_SLICES, clusters, -(-rows // slice_rows))
+    words = workspace_words(clusters)
+    after, tiles, groups, few_blocks, _, _, after_constants = _backward_plan(
+        index, dtype, cols, ragged, target_dtype, False, options
+    )
+    tile_blocks = -(-rows * tiles // groups)
+    grids = tile_blocks, min(tile_blocks, few_blocks)
+    divides = options.reduction != "sum"
+    new, float32 = allocator(device), torch.float32
+    one, row_by_row = ((1,), (1,), float32), ((rows,), (1,), float32)
+
+    def forward(logits, target, grad):
+        lse, loss = new(*row_by_row), new((), (), float32)
+        denominator = new(*one) if divides else None
+        stream = stream_of(index)
+        launch(
+            logits.data_ptr(), stride, grad.data_ptr(), cols, target.data_ptr(), 0, 0, 0, loss.data_ptr(),
+            lse.data_ptr(), 0 if denominator is None else denominator.data_ptr(), 0, 0, 0,
+            zeroed_words(words, device, stream).data_ptr(), rows, blocks, slices, denominator_kind, 1.0,
+            *constants, stream,
+        )  # fmt: skip
+        return loss, lse, denominator
+
+    def backward(grad_loss, logits, target, lse, denominator, grad, skip_if_one):
+        after(
+            grad_loss.data_ptr(), 0, logits.data_ptr(), stride, grad.data_ptr(), cols, target.data_ptr(), 0,
+            lse.data_ptr(), 0 if denominator is None else denominator.data_ptr(), 0, rows, grids[skip_if_one],
+            int(skip_if_one), *after_constants, stream_of(index),
+        )  # fmt: skip
+
+    return PreparedCrossEntropy(forward, backward)
+
+
+def _clusters(rows, rows_a_block, cluster, most_blocks, most_rows):
+    """Clusters of the grid for that many rows; the others as in ``ForwardPlan``."""
+    if most_rows:
+        most_blocks = max(most_blocks, -(-rows // (rows_a_block * most_rows)) * cluster)
+    return min(-(-rows // rows_a_block), most_blocks // cluster)
 
 
 @functools.lru_cache(MOST_PLANS)

@@ -16,7 +16,12 @@ from loss_triton.compatibility import (
     TritonCausalLMLoss,
     TritonCrossEntropyLoss,
 )
-from loss_triton.cross_entropy import cross_entropy_backward, cross_entropy_forward, cross_entropy_rescale
+from loss_triton.cross_entropy import (
+    cross_entropy_backward,
+    cross_entropy_forward,
+    cross_entropy_prepare,
+    cross_entropy_rescale,
+)
 from loss_triton.softmax import log_softmax_backward, log_softmax_forward, softmax_backward, softmax_forward
 from loss_triton.softmax_columns import (
     log_softmax_columns_backward,
@@ -38,6 +43,7 @@ __all__ = [
     "__version__",
     "cross_entropy_backward",
     "cross_entropy_forward",
+    "cross_entropy_prepare",
     "cross_entropy_rescale",
     "log_softmax_backward",
     "log_softmax_columns_backward",

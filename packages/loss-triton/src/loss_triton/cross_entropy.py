@@ -12,11 +12,12 @@ schedule that goes with a width is in ``schedules``.
 from __future__ import annotations
 
 import functools
+from types import NoneType
 from typing import NamedTuple
 
 import torch
 import triton.language as tl
-from loss_core.backend import CrossEntropyForward, CrossEntropyOptions, refuse_shard
+from loss_core.backend import CrossEntropyForward, CrossEntropyOptions, PreparedCrossEntropy, refuse_shard
 from loss_core.memory import allocator, zeroed_words
 from torch import Tensor
 
@@ -341,6 +342,57 @@ def _plan(
         constants = reduce, kind, vector, edges, lanes, block, hold
         launch = prepared(cross_entropy_fwd_kernel, key, constants, lanes)
     return _Plan(launch, plain, denominator)
+
+
+def cross_entropy_prepare(
+    device: torch.device,
+    dtype: torch.dtype,
+    target_dtype: torch.dtype,
+    rows: int,
+    classes: int,
+    stride: int,
+    offset: int,
+    options: CrossEntropyOptions,
+) -> PreparedCrossEntropy | None:
+    """See ``loss_core.backend``."""
+    launch, plain, of = _plan(
+        device, dtype, target_dtype, classes, rows.bit_length(), options, False, False, None, NoneType,
+        offset, stride, 0, classes,
+    )  # fmt: skip
+    if not plain or of.before is not None:
+        return None
+    places = offset, stride, 0, classes
+    plans = [
+        _backward_plan(
+            device, dtype, target_dtype, torch.float32, classes, options, False, not of.of_rows, skip_if_one, *places
+        )
+        for skip_if_one in (False, True)
+    ]
+    again, unless_one = (plan[0] for plan in plans)
+    _, most_programs, options_numbers = plans[0]
+    numbers = rows, classes, stride, classes, options.ignore_index, options.logit_scale, 1.0
+    backward_numbers = rows, classes, 0, stride, classes, *options_numbers
+    backward_programs = min(rows, most_programs)
+    new, float32 = allocator(device), torch.float32
+    one, row_by_row = ((1,), (1,), float32), ((rows,), (1,), float32)
+
+    def forward(logits: Tensor, target: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        row_loss, lse, loss = new(*row_by_row), new(*row_by_row), new((), (), float32)
+        denominator = new(*one) if of.of_rows else None
+        launch(
+            rows, (logits, target, zeroed_words(COUNTERS, device), target, denominator, row_loss, lse, grad, loss),
+            *numbers,
+        )  # fmt: skip
+        return loss, lse, denominator
+
+    def backward(
+        grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, denominator: Tensor | None, grad: Tensor,
+        skip_if_one: bool,
+    ) -> None:  # fmt: skip
+        launch = unless_one if skip_if_one else again
+        launch(backward_programs, (grad_loss, logits, target, lse, lse, denominator, grad), *backward_numbers)
+
+    return PreparedCrossEntropy(forward, backward)
 
 
 def _is_plain(options: CrossEntropyOptions) -> bool:

@@ -1,0 +1,225 @@
+"""The usual call, whose functions a backend prepares and loss-core keeps."""
+
+import pytest
+import torch
+from loss_core import cross_entropy, cross_entropy_with_stats, reference, registry, use_backend
+from loss_core.backend import CrossEntropyOptions, PreparedCrossEntropy, UnsupportedInput
+
+ROWS, CLASSES = 6, 5
+
+
+class Preparing:
+    """A backend that notes what it is asked to prepare and what of it is called."""
+
+    API_VERSION = 1
+    OPS = ("cross_entropy",)
+
+    def __init__(self):
+        self.asked, self.called, self.refusing, self.nothing = [], [], False, False
+        self.cross_entropy_forward = reference.cross_entropy_forward
+        self.cross_entropy_backward = reference.cross_entropy_backward
+
+    def unavailable_reason(self, device):
+        return None
+
+    def cross_entropy_prepare(self, *facts):
+        self.asked.append(facts)
+        if self.refusing:
+            raise UnsupportedInput("not today")
+        if self.nothing:
+            return None
+        options = facts[-1]
+
+        def forward(logits, target, grad):
+            self.called.append("forward")
+            result = reference.cross_entropy_forward(logits, target, None, None, None, options, grad=grad, stats=False)
+            return result[:3]
+
+        def backward(grad_loss, logits, target, lse, denominator, grad, skip_if_one):
+            self.called.append(f"backward {skip_if_one}")
+            reference.cross_entropy_backward(
+                grad_loss, logits, target, None, lse, denominator, options, grad=grad, skip_if_one=skip_if_one
+            )
+
+        return PreparedCrossEntropy(forward, backward)
+
+
+@pytest.fixture
+def preparing():
+    backend = Preparing()
+
+    class Entry:
+        def load(self):
+            return backend
+
+    search = registry._discover
+
+    def discover():
+        found = search()
+        found.by_name["preparing"] = registry.Backend("preparing", "tests", "1.0", Entry())
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_discover", discover)
+        registry.refresh()
+        yield backend
+    registry.refresh()
+
+
+def logits_and_target(rows=ROWS, classes=CLASSES, dtype=torch.float32):
+    target = torch.arange(rows) % classes
+    target[1] = -100
+    return torch.randn(rows, classes, dtype=dtype).requires_grad_(), target
+
+
+def of_torch(logits, target, **options):
+    reference = logits.detach().double().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(reference, target, **options)
+    return loss.detach(), torch.autograd.grad(0.7 * loss, reference)[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"label_smoothing": 0.1, "ignore_index": 2}])
+def test_it_is_asked_once_and_gives_the_loss_and_the_gradient(preparing, options):
+    for _ in range(3):
+        logits, target = logits_and_target()
+        target[1] = 2
+        loss = cross_entropy(logits, target, backend="preparing", **options)
+        (0.7 * loss).backward()
+        wanted_loss, wanted_grad = of_torch(logits, target, **options)
+        torch.testing.assert_close(loss.detach().double(), wanted_loss, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(logits.grad.double(), wanted_grad, atol=1e-6, rtol=1e-6)
+    (facts,) = preparing.asked
+    assert facts == (
+        torch.device("cpu"), torch.float32, torch.int64, ROWS, CLASSES, CLASSES, 0, CrossEntropyOptions(**options)
+    )  # fmt: skip
+    assert preparing.called == ["forward", "backward True"] * 3
+
+
+def test_it_is_asked_again_for_what_is_not_the_same(preparing):
+    memory = torch.randn(ROWS * 9 + 1)
+    target = torch.arange(ROWS) % CLASSES
+    views = [
+        memory[: ROWS * CLASSES].view(ROWS, CLASSES),
+        memory[1 : ROWS * CLASSES + 1].view(ROWS, CLASSES),
+        memory[: ROWS * 9].view(ROWS, 9)[:, :CLASSES],
+        memory[: ROWS * CLASSES].view(ROWS, CLASSES).double(),
+        memory[: (ROWS - 1) * CLASSES].view(ROWS - 1, CLASSES),
+        memory[: ROWS * 9].view(ROWS, 9),
+    ]
+    calls = [(view, target[: len(view)], {}) for view in views]
+    calls += [
+        (views[0], target.int(), {}),
+        (views[0], target, {"reduction": "sum"}),
+        (views[0], target, {"z_loss": 0.5}),
+    ]
+    for number, (logits, labels, options) in enumerate(calls):
+        for _ in range(2):
+            cross_entropy(logits.detach().requires_grad_(), labels, backend="preparing", **options)
+        assert len(preparing.asked) == number + 1
+    assert len(set(preparing.asked)) == len(calls)
+
+
+def test_a_second_backward_computes_the_gradient_again(preparing):
+    logits, target = logits_and_target()
+    loss = cross_entropy(logits, target, backend="preparing")
+    _, wanted = of_torch(logits, target)
+    first, second = (torch.autograd.grad(0.7 * loss, logits, retain_graph=True)[0] for _ in range(2))
+    assert preparing.called == ["forward", "backward True", "backward False"]
+    assert first.data_ptr() != second.data_ptr()
+    for grad in (first, second):
+        torch.testing.assert_close(grad.double(), wanted, atol=1e-6, rtol=1e-6)
+
+
+def test_logits_that_change_after_the_call_are_reported(preparing):
+    logits, target = logits_and_target()
+    middle = logits * 1.0
+    loss = cross_entropy(middle, target, backend="preparing")
+    middle.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    assert preparing.called == ["forward"]
+
+
+def test_second_derivatives_are_refused(preparing):
+    logits, target = logits_and_target()
+    loss = cross_entropy(logits, target, backend="preparing")
+    (grad,) = torch.autograd.grad(loss, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        grad.sum().backward()
+
+
+def test_a_target_out_of_range_is_found_before_anything_runs(preparing):
+    logits, target = logits_and_target()
+    target[3] = CLASSES
+    for _ in range(2):
+        with pytest.raises(IndexError, match="row 3"):
+            cross_entropy(logits, target, backend="preparing")
+    assert preparing.called == []
+
+
+@pytest.mark.parametrize("refusing", [True, False])
+def test_what_it_does_not_prepare_goes_the_general_way(preparing, refusing):
+    preparing.refusing, preparing.nothing = refusing, True
+    logits, target = logits_and_target()
+    loss = cross_entropy(logits, target, backend="preparing")
+    (0.7 * loss).backward()
+    wanted_loss, wanted_grad = of_torch(logits, target)
+    torch.testing.assert_close(loss.detach().double(), wanted_loss, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(logits.grad.double(), wanted_grad, atol=1e-6, rtol=1e-6)
+    assert len(preparing.asked) == 1
+    assert preparing.called == []
+
+
+class Labelled(torch.Tensor):
+    """A subclass, which may have no memory of its own."""
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    ["none", "weight", "num_items", "byte_mean", "inplace", "stats", "no grad", "no grad wanted", "class dim",
+     "three dims", "strided target", "class stride", "no rows", "subclass", "torch.func"],
+)  # fmt: skip
+def test_unusual_calls_are_not_prepared(preparing, unusual):
+    logits, target = logits_and_target()
+    call = {"backend": "preparing"}
+    if unusual == "no grad":
+        with torch.no_grad():
+            cross_entropy(logits, target, **call)
+    elif unusual == "stats":
+        cross_entropy_with_stats(logits, target, **call)
+    elif unusual == "torch.func":
+        with pytest.raises(RuntimeError, match="setup_context"):
+            torch.func.grad(lambda x: cross_entropy(x, target, **call))(logits.detach())
+    elif unusual == "no grad wanted":
+        cross_entropy(logits.detach(), target, **call)
+    else:
+        logits, target, options = {
+            "none": (logits, target, {"reduction": "none"}),
+            "weight": (logits, target, {"weight": torch.ones(CLASSES)}),
+            "num_items": (logits, target, {"num_items": 3}),
+            "byte_mean": (logits, target, {"reduction": "byte_mean", "byte_lengths": torch.ones(ROWS).long()}),
+            "inplace": (logits * 1, target, {"inplace": True}),
+            "class dim": (logits.t(), target, {"dim": 0}),
+            "three dims": (logits[None], target[None], {}),
+            "strided target": (logits, target.repeat_interleave(2)[::2], {}),
+            "class stride": (torch.randn(CLASSES, ROWS).t().requires_grad_(), target, {}),
+            "no rows": (logits[:0], target[:0], {}),
+            "subclass": (logits.detach().as_subclass(Labelled).requires_grad_(), target, {}),
+        }[unusual]
+        loss = cross_entropy(logits, target, **options, **call)
+        if loss.dim() == 0:
+            loss.backward()
+    assert preparing.asked == []
+
+
+def test_the_choice_of_the_backend_is_not_kept(preparing):
+    logits, target = logits_and_target()
+    for _ in range(2):
+        with use_backend("preparing"):
+            cross_entropy(logits, target)
+        cross_entropy(logits, target, backend="torch")
+    assert len(preparing.asked) == 1
+    assert preparing.called == ["forward"] * 2
+    registry.refresh()
+    cross_entropy(logits, target, backend="preparing")
+    assert len(preparing.asked) == 2
