@@ -303,6 +303,28 @@ def test_second_device(op, backend):
         assert [item.item() for item in items] == pytest.approx([items[0].item()] * 3)
 
 
+@pytest.mark.parametrize("threads", [True, False])
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"inplace": True}], ids=["usual", "none", "inplace"])
+def test_backward_while_another_device_is_current(options, threads, backend):
+    """Autograd runs it on the forward's device, in a thread of that device or in the caller's."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device, needs two")
+    logits, target = inputs(device="cuda:1")
+    upstream = torch.rand(target.shape if "reduction" in options else (), device="cuda:1") + 0.5
+    reference = logits.detach().double().requires_grad_()
+    torch.nn.functional.cross_entropy(reference, target, reduction=options.get("reduction", "mean")).backward(
+        upstream.double()
+    )
+    with torch.cuda.device(1):
+        given = logits * 1.0 if "inplace" in options else logits
+        loss = loss_core.cross_entropy(given, target, backend=backend, **options)
+    with torch.autograd.set_multithreading_enabled(threads):
+        loss.backward(upstream.to(loss.dtype))
+    assert torch.cuda.current_device() == 0
+    assert logits.grad.device == torch.device("cuda", 1)
+    torch.testing.assert_close(logits.grad.double(), reference.grad, atol=1e-7, rtol=1e-4)
+
+
 def test_num_items_anywhere(backend):
     logits, labels = inputs()
     everywhere = [9, 9.0, torch.tensor(9), torch.tensor([9.0]), torch.tensor(9, device="cuda")]

@@ -228,7 +228,7 @@ def _compute(
         usual = _usual(
             input.dtype, input.shape, input.stride(), input.data_ptr() % 16, input.device,
             target.dtype, target.shape, target.stride(), target.device,
-            registry.chosen(backend), registry.searches, *of_facts,
+            backend or registry.chosen(None), registry.searches, *of_facts,
         )  # fmt: skip
         if usual is not None and (not several_devices() or is_current(input.device)):
             if usual.looked_at or variable("LOSS_VALIDATE") not in ("", "0"):
