@@ -212,10 +212,35 @@ def test_host_time_is_the_median_over_batches_and_leaves_the_warm_up_out():
             self.clock.seconds += 1.0 if batch == 0 else batch * 1e-6
             self.events.append("run")
 
-    work = Work(clock, [])
-    found = measure.host_microseconds(work, CPU, calls=2, batches=5, now=clock)
-    assert found.median == pytest.approx(3.0)
-    assert found.least == pytest.approx(1.0)
+    works = {"one": Work(clock, []), "other": Work(clock, [])}
+    for found in measure.host_microseconds(works, CPU, calls=2, batches=5, now=clock).values():
+        assert found.median == pytest.approx(3.0)
+        assert found.least == pytest.approx(1.0)
+
+
+def test_hosts_are_timed_in_turns_and_one_that_raises_is_left_out():
+    turns = []
+
+    class Work(SlowWork):
+        def __init__(self, name: str, seconds: float) -> None:
+            super().__init__(clock, [])
+            self.name, self.seconds = name, seconds
+
+        def run(self, index: int) -> None:
+            self.clock.seconds += self.seconds
+            turns.append(self.name)
+            if self.name == "broken":
+                raise RuntimeError("not on this shape")
+
+    clock = FakeClock()
+    works = {name: Work(name, seconds) for name, seconds in (("quick", 1e-6), ("broken", 1e-6), ("slow", 0.2))}
+    found = measure.host_microseconds(works, CPU, calls=1, batches=5, now=clock)
+    assert turns[:5] == ["quick", "broken", "slow", "quick", "slow"]
+    assert turns.count("broken") == 1
+    # The warm-up, and batches until they have taken half a second.
+    assert (turns.count("quick"), turns.count("slow")) == (6, 4)
+    assert found.keys() == {"quick", "slow"}
+    assert found["quick"].median == pytest.approx(1.0)
 
 
 def test_no_garbage_is_collected_while_the_host_is_timed():
@@ -225,7 +250,7 @@ def test_no_garbage_is_collected_while_the_host_is_timed():
         def run(self, index: int) -> None:
             seen.append(gc.isenabled())
 
-    measure.host_microseconds(Work(FakeClock(), []), CPU, calls=2, batches=2)
+    measure.host_microseconds({"it": Work(FakeClock(), [])}, CPU, calls=2, batches=2)
     assert set(seen) == {False}
     assert gc.isenabled()
 

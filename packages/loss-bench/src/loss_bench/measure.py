@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -85,10 +85,11 @@ class PassWork:
         elif self.pass_ == "no-grad":
             with torch.no_grad():
                 self._results[which] = self.call(*self._detached[which], self._target(which))
+        elif self.pass_ == "forward":
+            self._results[which] = self._forward(which)
         else:
-            result = self._results[which] = self._forward(which)
-            if self.pass_ == "forward+backward":
-                self._backward(which, result)
+            # The result is let go as a training loop does, whose next one takes its name.
+            self._backward(which, self._forward(which))
 
     def finish(self, index: int) -> None:
         """Let go of the result and the gradients."""
@@ -386,33 +387,50 @@ class HostTime:
 
 
 def host_microseconds(
-    work: Work, device: torch.device, *, calls: int, batches: int = 25, now: Callable[[], float] = time.perf_counter
-) -> HostTime:
-    """Microseconds that the host spends on one call, while the GPU works behind it.
+    works: Mapping[str, Work],
+    device: torch.device,
+    *,
+    calls: int,
+    batches: int = 25,
+    now: Callable[[], float] = time.perf_counter,
+) -> dict[str, HostTime]:
+    """Microseconds that the host spends on one call of each, while the GPU works behind it.
 
-    `calls` calls are made without waiting, as many as there are sets of inputs; the GPU is waited for between the
-    batches only. There are fewer of them where calls are slow. On a CPU the arithmetic is part of it.
+    A batch is `calls` calls that are made without waiting, as many as there are sets of inputs; the GPU is waited for
+    between batches only. The works take turns, a batch each, since a host's speed changes by half from one second to
+    the next. Slow ones have fewer batches, and one that raises is left out. On a CPU the arithmetic is part of it.
     """
-    taken: list[float] = []
+    taken: dict[str, list[float]] = {name: [] for name in works}
     collecting = gc.isenabled()
     gc.disable()
     try:
-        while len(taken) < 2 or (len(taken) <= batches and sum(taken[1:]) * calls < _HOST_LIMIT_S * 1e6):
-            for index in range(calls):
-                work.prepare(index)
-            synchronize(device)
-            start = now()
-            for index in range(calls):
-                work.run(index)
-            taken.append((now() - start) * 1e6 / calls)
-            for index in range(calls):
-                work.finish(index)
-            synchronize(device)
+        # The first batch warms up.
+        for batch in range(batches + 1):
+            for name, samples in list(taken.items()):
+                if batch < 2 or sum(samples[1:]) * calls < _HOST_LIMIT_S * 1e6:
+                    try:
+                        samples.append(_host_batch(works[name], device, calls, now))
+                    except Exception:
+                        del taken[name]
     finally:
         if collecting:
             gc.enable()
-    # The first batch warms up.
-    return HostTime(statistics.median(taken[1:]), min(taken[1:]))
+    return {name: HostTime(statistics.median(samples[1:]), min(samples[1:])) for name, samples in taken.items()}
+
+
+def _host_batch(work: Work, device: torch.device, calls: int, now: Callable[[], float]) -> float:
+    """Microseconds of the host for one call, of one batch of them."""
+    for index in range(calls):
+        work.prepare(index)
+    synchronize(device)
+    start = now()
+    for index in range(calls):
+        work.run(index)
+    microseconds = (now() - start) * 1e6 / calls
+    for index in range(calls):
+        work.finish(index)
+    synchronize(device)
+    return microseconds
 
 
 def peak_mib(work: Work, device: torch.device) -> float | None:

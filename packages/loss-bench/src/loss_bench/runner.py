@@ -149,7 +149,7 @@ class CaseRunner:
         self._real = read_logits(plan.logits) if plan.logits else None
         self._pass_ms: float | None = None
         self._matmul_rates: dict[torch.dtype, float] = {}
-        self._host_us: dict[tuple[str, Case, str], measure.HostTime | None] = {}
+        self._host_us: dict[tuple[str, Case, str], measure.HostTime] = {}
         announce("loading the backends", None)
         self.backends = chosen_backends(plan.backends, device)
         announce("copy bandwidth", None)
@@ -281,6 +281,7 @@ class CaseRunner:
             for contestant in timed:
                 if contestant.failure is None:
                     self._turn(case, contestant, pass_, turn, counts[contestant.backend.name])
+        self._time_host(case.tiny, pass_, [c.backend for c in timed if c.failure is None])
         return [self._finished(case, pass_, kind, contestant) for contestant in contestants]
 
     def _iterations(self, contestant: _Contestant, pass_: str) -> int:
@@ -319,7 +320,7 @@ class CaseRunner:
         return row
 
     def _fill(self, case: Case, row: Row, contestant: _Contestant) -> None:
-        self._announce(f"{case} {row.pass_}: memory and host time of {row.backend}", row.backend)
+        self._announce(f"{case} {row.pass_}: memory of {row.backend}", row.backend)
         summary = measure.summarize(contestant.samples[row.pass_])
         row.median_ms, row.samples = summary.median, summary.samples
         row.p20_ms, row.p80_ms, row.low_ms, row.high_ms = summary.p20, summary.p80, summary.low, summary.high
@@ -329,7 +330,7 @@ class CaseRunner:
             self._fill_graph(row, contestant, summary.samples)
         self._fill_shares(case, row)
         row.peak_mib, _ = attempt(lambda: measure.peak_mib(contestant.work(row.pass_), self._device))
-        host = self._host_time(case, row.pass_, contestant.backend)
+        host = self._host_us.get((row.backend, case.tiny, row.pass_))
         if host is not None:
             row.host_us, row.host_least_us = host.median, host.least
 
@@ -363,18 +364,24 @@ class CaseRunner:
             row.add_note("cannot be captured in a CUDA graph")
             self._release()
 
-    def _host_time(self, case: Case, pass_: str, backend: BackendRow) -> measure.HostTime | None:
-        tiny = case.tiny
-        key = (backend.name, tiny, pass_)
-        if key not in self._host_us:
-            self._host_us[key], _ = attempt(lambda: self._measure_host(tiny, pass_, backend))
-        return self._host_us[key]
-
-    def _measure_host(self, tiny: Case, pass_: str, backend: BackendRow) -> measure.HostTime:
+    def _time_host(self, tiny: Case, pass_: str, backends: list[BackendRow]) -> None:
+        """The host time of those of `backends` whose time on this tiny case is not known yet, side by side."""
+        names = [backend.name for backend in backends if (backend.name, tiny, pass_) not in self._host_us]
+        if not names:
+            return
         inputs = random_inputs(tiny, self._device, seed=self._plan.seed, sets=_TINY_CALLS)
-        # Restoring overwritten inputs is not needed: only the host is timed, and the values do not matter to it.
-        work = measure.PassWork(make_call(tiny, backend.name, inputs.weight), inputs, pass_)
-        return measure.host_microseconds(work, self._device, calls=_TINY_CALLS)
+        works = {}
+        for name in names:
+            self._announce(f"{tiny} {pass_}: host time of {name}", name)
+            call, _ = attempt(partial(make_call, tiny, name, inputs.weight))
+            # What was overwritten is not restored: only the host is timed, and the values do not matter to it.
+            work = None if call is None else measure.PassWork(call, inputs, pass_)
+            # Alone first, so that it is known who crashes or hangs.
+            if work and measure.host_microseconds({name: work}, self._device, calls=_TINY_CALLS, batches=1):
+                works[name] = work
+        self._announce(f"{tiny} {pass_}: host time", None)
+        for name, found in measure.host_microseconds(works, self._device, calls=_TINY_CALLS).items():
+            self._host_us[name, tiny, pass_] = found
 
 
 def chosen_backends(names: Sequence[str], device: torch.device) -> list[BackendRow]:
