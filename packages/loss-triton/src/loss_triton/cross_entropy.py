@@ -80,7 +80,7 @@ def cross_entropy_fwd_kernel(
 
     logits_ptr: (rows, classes), float; row stride logits_stride, unit stride along classes.
     target_ptr: (rows,), int32, int64 or uint8. row_loss_ptr, lse_ptr: (rows,), float32. With REDUCE counters_ptr:
-    (COUNTERS,) int64 at 0; loss_ptr: () float32; KIND, of_row_ptr, number and denominator_ptr as in ``Denominator``.
+    (COUNTERS,) int64 at 0; loss_ptr: () float32; KIND, of_row_ptr, number and denominator_ptr as in ``supply``.
     """
     row = tl.program_id(0)
     target = tl.load(target_ptr + row).to(tl.int64)
