@@ -5,10 +5,10 @@ The way of a call: ``cross_entropy`` -> ``_compute`` (validation, canonical oper
 ``cross_entropy_forward``. Under ``torch.compile`` the rest is one opaque op, which makes the same choice when the graph
 runs.
 
-The usual call of a training loop, logits and targets with a gradient, goes a shorter way: ``_compute`` -> ``_usual``
-(all that does not depend on values, looked up) -> ``_UsualCrossEntropy`` -> the functions that the backend prepared.
-Few functions lie on it, for in a training step the caches are cold, and each takes microseconds (docs/tuning.md, "The
-host").
+The usual call of a training loop, logits and targets with a gradient, goes a shorter way: ``cross_entropy`` ->
+``_usual`` (all that does not depend on values, looked up) -> ``_UsualCrossEntropy`` -> the functions that the backend
+prepared. Few functions lie on it, for in a training step the caches are cold, and each takes microseconds
+(docs/tuning.md, "The host").
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from loss_core.canonical import (
 )
 from loss_core.derivative import first_derivative_only
 from loss_core.dtypes import FLOATING, INTEGRAL, accumulation_dtype, kind, names
-from loss_core.environment import variable
+from loss_core.environment import is_on
 from loss_core.memory import allocator
 from loss_core.reference.cross_entropy import cross_entropy_probabilities
 from loss_core.registry import Backend
@@ -149,6 +149,25 @@ def cross_entropy(
         >>> round(loss.item(), 4), logits.grad[0].tolist()
         (0.3709, [-0.25, 0.25])
     """
+    if (
+        type(input) is type(target) is Tensor
+        and weight is byte_lengths is num_items is None
+        and not inplace
+        and not torch.compiler.is_dynamo_compiling()
+        and input.requires_grad
+        and torch.is_grad_enabled()
+        and not torch._C._are_functorch_transforms_active()
+    ):
+        usual = _usual(
+            input.dtype, input.shape, input.stride(), input.data_ptr() % 16, input.device,
+            target.dtype, target.shape, target.stride(), target.device,
+            backend or registry.chosen(None), registry.searches,
+            dim, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale,
+        )  # fmt: skip
+        if usual is not None and (not several_devices() or is_current(input.device)):
+            if usual.looked_at or is_on("LOSS_VALIDATE"):
+                _check_range(target, usual.gradient[0][1], usual.ignore_index, target.shape)
+            return _apply_usual(input, (target, usual))
     return _compute(
         input, target, weight, byte_lengths, num_items, inplace, backend, False,
         dim, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale,
@@ -220,20 +239,6 @@ def _compute(
         raise _no_tensor(input, target)
     # The compiler traces the check itself; a loop meets the same few shapes and options again and again.
     compiling = torch.compiler.is_compiling()
-    if (
-        weight is byte_lengths is num_items is None and not (inplace or stats or compiling)
-        and type(input) is Tensor and input.requires_grad and torch.is_grad_enabled()
-        and not torch._C._are_functorch_transforms_active()
-    ):  # fmt: skip
-        usual = _usual(
-            input.dtype, input.shape, input.stride(), input.data_ptr() % 16, input.device,
-            target.dtype, target.shape, target.stride(), target.device,
-            backend or registry.chosen(None), registry.searches, *of_facts,
-        )  # fmt: skip
-        if usual is not None and (not several_devices() or is_current(input.device)):
-            if usual.looked_at or variable("LOSS_VALIDATE") not in ("", "0"):
-                _check_range(target, usual.gradient[0][1], usual.ignore_index, target.shape)
-            return _apply_usual(input, (target, usual))
     facts = (_facts if compiling else _facts_met)(
         input.dtype, input.shape, input.device, target.dtype, target.shape, target.device, *of_facts
     )
@@ -251,7 +256,7 @@ def _compute(
         target = target.reshape(-1).contiguous()
     if compiling:
         return _compiled(input, target, weight, byte_lengths, num_items, facts, backend, stats)
-    if facts.looked_at or variable("LOSS_VALIDATE") not in ("", "0"):
+    if facts.looked_at or is_on("LOSS_VALIDATE"):
         _check_range(target, facts.classes, facts.options.ignore_index, facts.shape)
     if several_devices():
         return on_device_of(
@@ -668,6 +673,10 @@ class _UsualCrossEntropy(torch.autograd.Function):
         return grad, None
 
 
+# What autograd calls looks up the backward, in Python, each time.
+if hasattr(_UsualCrossEntropy, "_backward_cls"):
+    _UsualCrossEntropy._backward_cls.apply = _UsualCrossEntropy.backward
+
 # Function.apply serves torch.func's transforms first, in Python; without one that takes as long as the rest.
 _apply_in_c = super(torch.autograd.Function, _CrossEntropy).apply
 _apply_usual = super(torch.autograd.Function, _UsualCrossEntropy).apply
@@ -757,7 +766,7 @@ def _forward_op(
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     options = CrossEntropyOptions(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
-    if input.device.type == "cpu" or variable("LOSS_VALIDATE") not in ("", "0"):
+    if input.device.type == "cpu" or is_on("LOSS_VALIDATE"):
         _check_range(target, input.shape[dim], ignore_index, target.shape)
 
     def forward(module: Any) -> CrossEntropyForward:

@@ -5,22 +5,16 @@ from __future__ import annotations
 import os
 
 # os.environ.get raises and catches a KeyError inside; a look into its dictionary is ten times as fast.
-_values = getattr(os.environ, "_data", None)
-
-
-class _Keys(dict[str, object]):
-    """The key of a variable in that dictionary."""
-
-    def __missing__(self, name: str) -> object:
-        key = self[name] = os.environ.encodekey(name)  # type: ignore[attr-defined]
-        return key
-
-
-_keys = _Keys()
+_values = getattr(os.environ, "_data", os.environ)
+_key_of = getattr(os.environ, "encodekey", str) if _values is not os.environ else str
+_keys = {name: _key_of(name) for name in ("LOSS_BACKEND", "LOSS_VALIDATE")}
 
 
 def variable(name: str) -> str:
-    """The value of an environment variable, "" without one."""
-    if _values is not None and _keys[name] not in _values:
-        return ""
-    return os.environ.get(name, "")
+    """The value of one of loss-core's environment variables, "" without one."""
+    return os.environ.get(name, "") if _keys[name] in _values else ""
+
+
+def is_on(name: str) -> bool:
+    """Whether one of them is there, and neither empty nor 0."""
+    return _keys[name] in _values and os.environ.get(name, "") not in ("", "0")
