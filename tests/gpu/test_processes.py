@@ -22,7 +22,7 @@ def files(folder):
     return {path.relative_to(folder): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.xdist_group("device")
+@pytest.mark.xdist_group("processes")
 def test_processes_that_start_at_once_share_an_empty_cache(backend, tmp_path):
     def start(_):
         return run_python(
