@@ -230,3 +230,25 @@ def test_a_transposed_matrix(dim, op, backend, device):
     (grad,) = torch.autograd.grad(y, ours, upstream.to(device))
     (truth,) = torch.autograd.grad(wanted, reference, upstream.double())
     torch.testing.assert_close(grad.cpu().double(), truth, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("padding", [0, 3, 8])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_saved_logits_that_come_back_lying_otherwise(reduction, padding, backend, device):
+    """Hooks that move saved tensors to the CPU and back give the backward rows that are packed, at another address."""
+    padded = torch.randn(6, 40 + padding)
+    target = torch.tensor([3, -100, 39, 0, 7, 7])
+    logits = leaf(padded, device)
+    # No leaf, so that what is kept is the view.
+    view = (logits * 1.0)[:, :40]
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (tensor.device, tensor.detach().cpu().clone()), lambda packed: packed[1].to(packed[0])
+    ):
+        loss = loss_core.cross_entropy(view, target.to(device), reduction=reduction, backend=backend)
+    upstream = torch.rand(loss.shape) + 0.5
+    reference = padded.double().requires_grad_()
+    wanted = functional.cross_entropy(reference[:, :40], target, reduction=reduction)
+    (truth,) = torch.autograd.grad(wanted, reference, upstream.double())
+    for again in (False, True):
+        (grad,) = torch.autograd.grad(loss, logits, upstream.to(device), retain_graph=not again)
+        torch.testing.assert_close(grad.cpu().double(), truth, atol=1e-6, rtol=1e-5)

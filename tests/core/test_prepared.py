@@ -140,6 +140,27 @@ def test_logits_that_change_after_the_call_are_reported(preparing):
     assert preparing.called == ["forward"]
 
 
+@pytest.mark.parametrize("layout", ["padded", "offset", "transposed"])
+def test_a_hook_may_give_back_saved_tensors_that_lie_otherwise(preparing, layout):
+    """As ``torch.autograd.graph.save_on_cpu`` does, and checkpointing may."""
+    _, target = logits_and_target()
+    memory = torch.randn(ROWS * 9 + 1)
+    logits = (memory[1:] if layout == "offset" else memory[:-1]).view(ROWS, 9)[:, :CLASSES].requires_grad_()
+
+    def give_back(tensor):
+        if tensor.dim() == 1:
+            return tensor.repeat_interleave(2)[::2]
+        return tensor.t().contiguous().t() if layout == "transposed" else tensor.contiguous()
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), give_back):
+        loss = cross_entropy(logits, target, backend="preparing")
+    _, wanted = of_torch(logits, target)
+    for again in (False, True):
+        (grad,) = torch.autograd.grad(0.7 * loss, logits, retain_graph=not again)
+        torch.testing.assert_close(grad.double(), wanted, atol=1e-6, rtol=1e-6)
+    assert preparing.called == ["forward"]
+
+
 def test_second_derivatives_are_refused(preparing):
     logits, target = logits_and_target()
     loss = cross_entropy(logits, target, backend="preparing")

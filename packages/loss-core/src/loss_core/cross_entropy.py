@@ -166,7 +166,7 @@ def cross_entropy(
         )  # fmt: skip
         if usual is not None and (not several_devices() or is_current(input.device)):
             if usual.looked_at or is_on("LOSS_VALIDATE"):
-                _check_range(target, usual.gradient[0][1], usual.ignore_index, target.shape)
+                _check_range(target, usual.gradient[0][1], usual.options.ignore_index, target.shape)
             return _apply_usual(input, (target, usual))
     return _compute(
         input, target, weight, byte_lengths, num_items, inplace, backend, False,
@@ -419,16 +419,21 @@ class _Usual(NamedTuple):
     Attributes:
         forward, backward: of ``PreparedCrossEntropy``.
         new, gradient: what allocates the gradient, and with what.
+        strides, offset: of the logits; the latter of their address, modulo 16.
         looked_at: as in ``_Facts``.
-        ignore_index: of the options.
+        options: of the loss.
+        module: of the backend.
     """
 
     forward: Any
     backward: Any
     new: Any
     gradient: tuple[tuple[int, int], tuple[int, int], torch.dtype]
+    strides: tuple[int, ...]
+    offset: int
     looked_at: bool
-    ignore_index: int
+    options: CrossEntropyOptions
+    module: Any
 
 
 @lru_cache(1024)
@@ -465,7 +470,8 @@ def _usual(
         return None
     gradient = (rows, classes), (classes, 1), dtype
     forward, backward = prepared
-    return _Usual(forward, backward, allocator(device), gradient, facts.looked_at, options.ignore_index)
+    new = allocator(device)
+    return _Usual(forward, backward, new, gradient, strides, offset, facts.looked_at, options, backend.module)
 
 
 # On one backend
@@ -667,7 +673,14 @@ class _UsualCrossEntropy(torch.autograd.Function):
         grad = ctx.grad if in_forward else usual.new(*usual.gradient)
         # Autograd copies a gradient that somebody else still holds.
         ctx.grad = None
-        usual.backward(grad_loss, input, target, lse, denominator, grad, in_forward)
+        if input.stride() == usual.strides and input.data_ptr() % 16 == usual.offset:
+            usual.backward(grad_loss, input, target, lse, denominator, grad, in_forward)
+        else:
+            # A hook for saved tensors may give back other ones, such as what it had moved to the CPU.
+            usual.module.cross_entropy_backward(
+                grad_loss, to_rows(input, 1), target.contiguous(), None, lse, denominator, usual.options,
+                grad=grad, skip_if_one=in_forward,
+            )  # fmt: skip
         if torch.is_grad_enabled():
             grad = first_derivative_only(grad, "cross_entropy", grad_loss, input)
         return grad, None
