@@ -11,6 +11,7 @@ from loss_bench import report as reporting
 from loss_bench.accuracy import KINDS, Accuracy
 from loss_bench.cli import app
 from loss_bench.results import SCHEMA, Report, merge, read_report
+from loss_bench.summary import summary_tables
 from loss_bench.tables import seeds_tables, text_tables
 from loss_bench.train import Curve
 from rich.console import Console
@@ -83,6 +84,24 @@ def test_markdown_shows_the_fastest_first_and_every_reason(report):
     assert "gradient is NaN" in text
     assert "not run: absent: not installed" in text
     assert len({line.replace("\\|", "").count("|") for line in text.splitlines() if line.startswith("|")}) == 1
+
+
+def test_a_backend_that_lacks_the_op_is_a_note_and_no_line(make_row):
+    """One that does not do the case alone stays in the table, with the reason."""
+    rows = [
+        make_row(op="softmax", backend="ours", speedup=1.0),
+        make_row(op="softmax", backend="other", status="unsupported", reason="has no softmax"),
+        make_row(op="softmax", backend="picky", status="unsupported", reason="the library has no float32"),
+    ]
+    report = Report({"device": "fake"}, rows=rows)
+    text = reporting.to_markdown(report)
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    assert not any("other" in line for line in lines)
+    assert any("picky" in line and "n/a" in line for line in lines)
+    assert "not run: other: has no softmax" in text
+    (table,) = summary_tables(report, "forward+backward")
+    assert "other" not in table.columns
+    assert "picky" in table.columns
 
 
 def two_machines(make_row, tmp_path):

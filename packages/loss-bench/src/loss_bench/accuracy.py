@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from loss_bench.calls import BackendRow, make_call
-from loss_bench.cases import Case
+from loss_bench.cases import Case, lacking
 from loss_bench.inputs import IGNORE_INDEX
 from loss_bench.measure import poison
 from loss_bench.processes import Tell
@@ -204,7 +204,7 @@ class AccuracyTask:
         """Why this backend has no such errors, or ""."""
         if not self.who.available:
             return self.who.reason
-        return "" if self.case.backend_op in self.who.ops else f"has no {self.case.op}"
+        return "" if self.case.backend_op in self.who.ops else lacking(self.case.op)
 
 
 def make_tasks(

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from loss_core.backend import ENTRY_POINT_GROUP, BackendUnavailable, CrossEntropyOptions, UnsupportedInput
 from torch import Tensor
 
-from loss_bench.cases import LINEAR, Case, Options
+from loss_bench.cases import LINEAR, Case, Options, lacking
 from loss_bench.inputs import IGNORE_INDEX
 
 Call = Callable[..., Tensor]
@@ -114,7 +114,7 @@ def make_call(case: Case, backend: str, weight: Tensor | None = None) -> Call:
     """
     module: Any = loss_core.get_backend(backend).module
     if case.backend_op not in module.OPS:
-        raise UnsupportedInput(f"has no {case.op}")
+        raise UnsupportedInput(lacking(case.op))
     if getattr(module, "PEER", None) is None and hasattr(loss_core, case.op):
         return _public_call(case, backend, weight)
     if case.op in LINEAR:

@@ -161,6 +161,11 @@ class Case:
         return " ".join(filter(None, (self.op, self.shape, self.dtype, self.options.describe())))
 
 
+def lacking(op: str) -> str:
+    """The reason of a backend that does not provide `op`."""
+    return f"has no {op}"
+
+
 def minimal_bytes(case: Case, pass_: str) -> int | None:
     """The fewest bytes that `pass_` moves through memory: each input read once, each result written once.
 

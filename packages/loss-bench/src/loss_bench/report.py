@@ -26,6 +26,7 @@ from loss_bench.tables import (
     number,
     on_device,
     state,
+    takes_no_part,
     text_tables,
     title_of,
 )
@@ -102,11 +103,11 @@ _DISPENSABLE = (
 def groups(report: Report) -> list[tuple[str, list[Row]]]:
     """Rows by op, options, pass and device, each with the title of its table, in order of appearance.
 
-    Those of backends that cannot run are left out.
+    Those of backends that take no part are left out.
     """
     found: dict[str, list[Row]] = {}
     for row in report.rows:
-        if row.status == "unavailable":
+        if takes_no_part(row):
             continue
         found.setdefault(title_of(report, row), []).append(row)
     return [(title, by_case(members)) for title, members in found.items()]
@@ -275,7 +276,7 @@ def footnotes(report: Report) -> list[str]:
         *_linear_footnote(report),
         "error: against float64, relative (norm of the difference over the norm).",
     ]
-    absent = [row for row in report.rows if row.status == "unavailable"]
+    absent = filter(takes_no_part, report.rows)
     missing = dict.fromkeys((row.backend, row.reason, on_device(report, row.device)) for row in absent)
     return lines + [f"not run{where and ' ' + where}: {name}: {reason}" for name, reason, where in missing]
 

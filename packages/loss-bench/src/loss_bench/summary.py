@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from loss_bench.cases import LINEAR, shape_title, written_shape
 from loss_bench.results import Report, Row
-from loss_bench.tables import NOTHING, TextTable, number, title_of
+from loss_bench.tables import NOTHING, TextTable, number, takes_no_part, title_of
 
 _WORDS = {
     "wrong": "wrong",
@@ -51,7 +51,7 @@ def _columns(rows: Sequence[Row], wanted: Sequence[str]) -> list[str]:
     for name in wanted:
         if name not in there:
             raise ValueError(f"no rows of backend {name!r} to summarize; there are: {', '.join(there)}")
-    return list(wanted) or list(dict.fromkeys(row.backend for row in rows if row.status != "unavailable"))
+    return list(wanted) or list(dict.fromkeys(row.backend for row in rows if not takes_no_part(row)))
 
 
 def _table(title: str, rows: Sequence[Row], backends: Sequence[str]) -> TextTable:

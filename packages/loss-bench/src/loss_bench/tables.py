@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loss_bench.accuracy import Accuracy
-from loss_bench.cases import PRESETS, Size
+from loss_bench.cases import PRESETS, Size, lacking
 from loss_bench.results import FAILURES, Report, Row
 
 NOTHING = "-"
@@ -49,6 +49,11 @@ def milliseconds(value: float | None) -> str:
 def state(status: str) -> str:
     """What stands in a cell in place of a number."""
     return "n/a" if status == "unsupported" else status
+
+
+def takes_no_part(row: Row) -> bool:
+    """Whether a backend cannot run at all, or does not provide the op: then it is a note below, no line."""
+    return row.status == "unavailable" or (row.status == "unsupported" and row.reason == lacking(row.op))
 
 
 def is_failure(cell: str) -> bool:
