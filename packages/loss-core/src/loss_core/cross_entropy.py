@@ -34,7 +34,7 @@ from loss_core.canonical import (
 )
 from loss_core.derivative import first_derivative_only
 from loss_core.dtypes import FLOATING, INTEGRAL, accumulation_dtype, kind, names
-from loss_core.environment import is_on
+from loss_core.environment import VALIDATE, has, is_on
 from loss_core.memory import allocator
 from loss_core.reference.cross_entropy import cross_entropy_probabilities
 from loss_core.registry import Backend
@@ -164,8 +164,8 @@ def cross_entropy(
             backend or registry.chosen(None), registry.searches,
             dim, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale,
         )  # fmt: skip
-        if usual is not None and (not several_devices() or is_current(input.device)):
-            if usual.looked_at or is_on("LOSS_VALIDATE"):
+        if usual is not None and (usual.one_device or is_current(input.device)):
+            if usual.looked_at or (has(VALIDATE) and is_on("LOSS_VALIDATE")):
                 _check_range(target, usual.gradient[0][1], usual.options.ignore_index, target.shape)
             return _apply_usual(input, (target, usual))
     return _compute(
@@ -421,6 +421,7 @@ class _Usual(NamedTuple):
         new, gradient: what allocates the gradient, and with what.
         strides, offset: of the logits; the latter of their address, modulo 16.
         looked_at: as in ``_Facts``.
+        one_device: whether there is but one, which then is current.
         options: of the loss.
         module: of the backend.
     """
@@ -432,6 +433,7 @@ class _Usual(NamedTuple):
     strides: tuple[int, ...]
     offset: int
     looked_at: bool
+    one_device: bool
     options: CrossEntropyOptions
     module: Any
 
@@ -471,7 +473,18 @@ def _usual(
     gradient = (rows, classes), (classes, 1), dtype
     forward, backward = prepared
     new = allocator(device)
-    return _Usual(forward, backward, new, gradient, strides, offset, facts.looked_at, options, backend.module)
+    return _Usual(
+        forward,
+        backward,
+        new,
+        gradient,
+        strides,
+        offset,
+        facts.looked_at,
+        not several_devices(),
+        options,
+        backend.module,
+    )
 
 
 # On one backend
