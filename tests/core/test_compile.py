@@ -162,3 +162,25 @@ def test_a_reduction_that_a_backend_lacks(none_only, reduction):
         # Refused, not computed as if it were "none".
         with pytest.raises(UnsupportedInput, match=f"none-only: knows the reductions none, got '{reduction}'"):
             compiled(logits, target)
+
+
+@pytest.mark.parametrize("wants_gradient", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_exported_program_holds_one_op(op, strict, wants_gradient):
+    """Whether Dynamo traces (strict) or not, nothing of the kernels or of their choice gets into the program."""
+
+    class Model(torch.nn.Module):
+        def forward(self, logits, target):
+            if op == "cross_entropy":
+                return loss_core.cross_entropy(logits, target)
+            return getattr(loss_core, op)(logits)
+
+    logits, target = torch.randn(4, 7, requires_grad=wants_gradient), torch.randint(7, (4,))
+    program = torch.export.export(Model(), (logits, target), strict=strict)
+    called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert called - {"<built-in function getitem>"} == {
+        "loss_core.cross_entropy.default" if op == "cross_entropy" else "loss_core.softmax.default"
+    }
+    with torch.no_grad():
+        torch.testing.assert_close(program.module()(logits, target), Model()(logits, target))

@@ -153,15 +153,15 @@ def cross_entropy(
         type(input) is type(target) is Tensor
         and weight is byte_lengths is num_items is None
         and not inplace
-        and not torch.compiler.is_dynamo_compiling()
         and input.requires_grad
         and torch.is_grad_enabled()
+        and not torch.compiler.is_dynamo_compiling()
         and not torch._C._are_functorch_transforms_active()
     ):
         usual = _usual(
             input.dtype, input.shape, input.stride(), input.data_ptr() % 16, input.device,
             target.dtype, target.shape, target.stride(), target.device,
-            backend or registry.chosen(None), registry.searches,
+            backend or registry.chosen(), registry.searches,
             dim, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale,
         )  # fmt: skip
         if usual is not None and (usual.one_device or is_current(input.device)):
@@ -237,8 +237,9 @@ def _compute(
     """The loss; with `stats` all of ``CrossEntropyForward``, lse and statistics in rows."""
     if not (isinstance(input, Tensor) and isinstance(target, Tensor)):
         raise _no_tensor(input, target)
-    # The compiler traces the check itself; a loop meets the same few shapes and options again and again.
-    compiling = torch.compiler.is_compiling()
+    # The compiler traces the check itself; a loop meets the same few shapes and options again and again. Where not
+    # Dynamo but torch.export traces, tensors are not plain.
+    compiling = torch.compiler.is_dynamo_compiling() or (type(input) is not Tensor and torch.compiler.is_compiling())
     facts = (_facts if compiling else _facts_met)(
         input.dtype, input.shape, input.device, target.dtype, target.shape, target.device, *of_facts
     )
@@ -256,7 +257,7 @@ def _compute(
         target = target.reshape(-1).contiguous()
     if compiling:
         return _compiled(input, target, weight, byte_lengths, num_items, facts, backend, stats)
-    if facts.looked_at or is_on("LOSS_VALIDATE"):
+    if facts.looked_at or (has(VALIDATE) and is_on("LOSS_VALIDATE")):
         _check_range(target, facts.classes, facts.options.ignore_index, facts.shape)
     if several_devices():
         return on_device_of(

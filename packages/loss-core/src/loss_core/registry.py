@@ -291,9 +291,9 @@ def use_backend(name: str) -> Iterator[None]:
         _in_use.reset(token)
 
 
-def chosen(name: str | None) -> str | None:
-    """The backend that a call has to use which names `name`, or None for the first that can."""
-    return name or _in_use.get() or _default or variable("LOSS_BACKEND") or None
+def chosen() -> str | None:
+    """The backend that a call has to use which names none, or None for the first that can."""
+    return _in_use.get() or _default or variable("LOSS_BACKEND") or None
 
 
 def candidates(op: str, device: torch.device, name: str | None) -> tuple[Backend, ...]:
@@ -304,7 +304,7 @@ def candidates(op: str, device: torch.device, name: str | None) -> tuple[Backend
             reason; or if none at all provides the op.
         UnsupportedInput: if the backend that was named lacks `op`.
     """
-    name = chosen(name)
+    name = name or chosen()
     state = _discovered or _state()
     found = state.candidates.get((op, device, name))
     if found is None:
