@@ -13,7 +13,7 @@ prepared. Few functions lie on it, for in a training step the caches are cold, a
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -259,12 +259,10 @@ def _compute(
         return _compiled(input, target, weight, byte_lengths, num_items, facts, backend, stats)
     if facts.looked_at or (has(VALIDATE) and is_on("LOSS_VALIDATE")):
         _check_range(target, facts.classes, facts.options.ignore_index, facts.shape)
+    run: Any = registry.first_that_can
     if several_devices():
-        return on_device_of(
-            input, registry.first_that_can, "cross_entropy", input.device, backend,
-            _run_on, input, target, weight, byte_lengths, num_items, facts, inplace, stats,
-        )  # fmt: skip
-    return registry.first_that_can(
+        run = partial(on_device_of, input, run)
+    return run(
         "cross_entropy", input.device, backend,
         _run_on, input, target, weight, byte_lengths, num_items, facts, inplace, stats,
     )  # fmt: skip
@@ -626,8 +624,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, call: tuple[Any, ...]) -> Any:  # type: ignore[override]
         target, weight, byte_lengths, num_items, options, dim, inplace, stats, backend = call
-        in_rows = dim == 1 and input.dim() == 2 and input.stride(1) == 1
-        logits = input if in_rows else to_rows(input, dim)
+        logits = to_rows(input, dim)
         overwrite = inplace and may_be_overwritten(logits, input)
         grad = None
         if options.reduction != "none":
@@ -644,7 +641,7 @@ class _CrossEntropy(torch.autograd.Function):
         elif logits is not input and not share_memory(logits, input):
             # A copy that had to be made is kept; a view is made again, so that autograd watches the input itself.
             saved, rows_saved = logits, True
-        ctx.grad, ctx.call = grad, (options, dim, backend, overwrite, in_rows or rows_saved, in_rows, input.shape)
+        ctx.grad, ctx.call = grad, (options, dim, backend, overwrite, rows_saved, input.shape)
         if not stats:
             # Nobody else has these two, so autograd need not watch them.
             ctx.results = result.lse, result.denominator
@@ -716,7 +713,7 @@ def _gradient(ctx: Any, grad_loss: Tensor) -> Tensor:
     """
     saved, target, weight, *results = ctx.saved_tensors
     lse, denominator = results or ctx.results
-    options, dim, backend, overwrite, rows_saved, in_rows, shape = ctx.call
+    options, dim, backend, overwrite, rows_saved, shape = ctx.call
     # Taken out of ctx: autograd copies a gradient that somebody else still holds.
     grad, ctx.grad = ctx.grad, None
     if saved is None:
@@ -738,7 +735,7 @@ def _gradient(ctx: Any, grad_loss: Tensor) -> Tensor:
     )
     if overwrite:
         torch.autograd.graph.increment_version(saved)
-    return grad if in_rows else from_rows(grad, shape, dim)
+    return from_rows(grad, shape, dim)
 
 
 def _rescale(backend: Any, grad_loss: Tensor, grad: Tensor) -> None:

@@ -21,4 +21,4 @@ def variable(name: str) -> str:
 
 def is_on(name: str) -> bool:
     """Whether one of them is there, and neither empty nor 0."""
-    return has(_keys[name]) and os.environ.get(name, "") not in ("", "0")
+    return variable(name) not in ("", "0")
