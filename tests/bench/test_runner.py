@@ -62,6 +62,22 @@ def test_a_case_that_is_short_of_time_has_fewer_iterations_and_every_check(secon
     assert all(row.loss_error is not None for row in rows)
 
 
+def test_a_host_that_could_not_be_timed_is_not_timed_again_with_the_next_case(monkeypatch):
+    asked = []
+
+    def raising(works, device, **options):
+        asked.append(list(works))
+        return {}
+
+    monkeypatch.setattr(measure, "host_microseconds", raising)
+    plan = Plan(backends=("torch-nn", "torch"), passes=("forward",), iterations=9)
+    cases = CaseRunner(plan, CPU, timer=FakeTimer())
+    rows = [row for classes in (10, 11) for row in cases.run_case(Case("cross_entropy", 4, classes, "float32"), {})]
+    assert [row.host_us for row in rows] == [None] * 4
+    # Each alone, then together those that could be: none.
+    assert asked == [["torch-nn"], ["torch"], []]
+
+
 def test_backends_that_are_not_named_are_not_imported(install_backend):
     install_backend("costly", "raise AssertionError('imported')\n")
     assert [row.name for row in chosen_backends(("torch",), CPU)] == ["torch"]

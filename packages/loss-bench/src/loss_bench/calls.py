@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import loss_core
 import torch
 import torch.nn.functional as F
-from loss_core.backend import ENTRY_POINT_GROUP, BackendUnavailable, CrossEntropyOptions, UnsupportedInput
+from loss_core import registry
+from loss_core.backend import CrossEntropyOptions, UnsupportedInput
 from torch import Tensor
 
 from loss_bench.cases import LINEAR, Case, Options, lacking
@@ -60,10 +61,8 @@ def check_installed(names: Iterable[str]) -> None:
     Raises:
         BackendUnavailable: naming those that are installed.
     """
-    installed = sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)})
     for name in names:
-        if name not in installed:
-            raise BackendUnavailable(f"no backend named {name!r} is installed; installed: {', '.join(installed)}")
+        registry.named(name)
 
 
 def named_backends(names: Sequence[str], device: torch.device) -> list[BackendRow] | None:

@@ -149,7 +149,7 @@ class CaseRunner:
         self._real = read_logits(plan.logits) if plan.logits else None
         self._pass_ms: float | None = None
         self._matmul_rates: dict[torch.dtype, float] = {}
-        self._host_us: dict[tuple[str, Case, str], measure.HostTime] = {}
+        self._host_us: dict[tuple[str, Case, str], measure.HostTime | None] = {}
         announce("loading the backends", None)
         self.backends = chosen_backends(plan.backends, device)
         announce("copy bandwidth", None)
@@ -380,8 +380,9 @@ class CaseRunner:
             if work and measure.host_microseconds({name: work}, self._device, calls=_TINY_CALLS, batches=1):
                 works[name] = work
         self._announce(f"{tiny} {pass_}: host time", None)
-        for name, found in measure.host_microseconds(works, self._device, calls=_TINY_CALLS).items():
-            self._host_us[name, tiny, pass_] = found
+        found = measure.host_microseconds(works, self._device, calls=_TINY_CALLS)
+        # None is kept too: what raised here would raise again with the next case.
+        self._host_us |= {(name, tiny, pass_): found.get(name) for name in names}
 
 
 def chosen_backends(names: Sequence[str], device: torch.device) -> list[BackendRow]:

@@ -190,7 +190,12 @@ def refresh() -> None:
         searches += 1
 
 
-def _named(name: str) -> Backend:
+def named(name: str) -> Backend:
+    """The backend of this name, not loaded.
+
+    Raises:
+        BackendUnavailable: if no such backend is installed; the message names those that are.
+    """
     backend = _state().by_name.get(name)
     if backend is None:
         known = ", ".join(sorted(_state().by_name)) or "none"
@@ -213,7 +218,7 @@ def get_backend(name: str) -> Backend:
         >>> loss_core.get_backend("torch").distribution
         'loss-core'
     """
-    backend = _named(name)
+    backend = named(name)
     backend.load()
     if backend.error:
         raise BackendUnavailable(f"backend {name!r} of {backend.distribution} {backend.version}: {backend.error}")
@@ -264,7 +269,7 @@ def set_default_backend(name: str | None) -> None:
     """
     global _default
     if name is not None:
-        _named(name)
+        named(name)
     _default = name
 
 
@@ -283,7 +288,7 @@ def use_backend(name: str) -> Iterator[None]:
         ...     loss_core.softmax(torch.zeros(2))
         tensor([0.5000, 0.5000])
     """
-    _named(name)
+    named(name)
     token = _in_use.set(name)
     try:
         yield
@@ -353,7 +358,7 @@ def first_that_can(
 
 
 def _explicit(op: str, device: torch.device, name: str) -> Backend:
-    backend = _named(name)
+    backend = named(name)
     reason = backend.unavailable_reason(device)
     if reason:
         raise BackendUnavailable(f"backend {name!r} cannot run on {device}: {reason}")
