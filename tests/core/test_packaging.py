@@ -74,6 +74,17 @@ def test_an_sdist_builds_the_same_wheel(package, artifacts, tmp_path):
     assert contents[0] == contents[1]
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_is_installed_here_is_of_these_sources(package, artifacts):
+    with zipfile.ZipFile(artifacts[package, ".whl"]) as wheel:
+        built = {Path(name).name: wheel.read(name).decode() for name in wheel.namelist() if ".dist-info/" in name}
+    installed = distribution(package)
+    advice = "an older environment: `hatch run members` installs the packages anew"
+    assert (installed.read_text("entry_points.txt") or "") == built.get("entry_points.txt", ""), advice
+    # What follows the headers is the README, whose changes need no installation.
+    assert installed.read_text("METADATA").partition("\n\n")[0] == built["METADATA"].partition("\n\n")[0], advice
+
+
 def closure(*names):
     """The distributions that `names` need, as installed here, ours left out."""
     from packaging.requirements import Requirement
