@@ -40,6 +40,22 @@ def test_mean_counts_the_rows_that_are_not_ignored(backend, device):
     torch.testing.assert_close(grad.cpu().double(), reference.grad, atol=1e-7, rtol=0)
 
 
+@pytest.mark.parametrize("classes", [255, 256, 257, 300, 50257])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_more_classes_than_the_targets_dtype_counts(reduction, classes, backend, device):
+    """In a comparison with a uint8, a number of classes beyond 255 wraps round."""
+    logits, target = torch.randn(5, classes), torch.tensor([0, 1, 44, 200, 254], dtype=torch.uint8)
+    upstream = torch.rand(5) + 0.5 if reduction == "none" else torch.tensor(0.7)
+    loss, grad = loss_and_gradient(
+        leaf(logits, device), target.to(device), backend, upstream.to(device), reduction=reduction
+    )
+    reference = logits.double().requires_grad_()
+    wanted = functional.cross_entropy(reference, target.long(), reduction=reduction)
+    (truth,) = torch.autograd.grad(wanted, reference, upstream.double())
+    torch.testing.assert_close(loss.cpu().double(), wanted.detach(), atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(grad.cpu().double(), truth, atol=1e-6, rtol=1e-5)
+
+
 def test_a_masked_logit_with_no_share_in_the_target(backend, device):
     logits = leaf(torch.tensor([[-torch.inf, 0.0]]), device)
     loss, grad = loss_and_gradient(logits, torch.tensor([1], device=device), backend)

@@ -164,6 +164,19 @@ def test_a_reduction_that_a_backend_lacks(none_only, reduction):
             compiled(logits, target)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "ignore_index"), [(torch.uint8, -100), (torch.uint8, 44), (torch.int32, 2**32 + 44)], ids=str
+)
+def test_the_denominator_that_a_backend_lacks(none_only, dtype, ignore_index, weighted):
+    """More classes than a uint8 counts, and an ignore_index that an int32 does not hold."""
+    logits, target = torch.randn(4, 300, dtype=torch.float64), torch.tensor([0, 44, 200, 254])
+    weight = torch.rand(300, dtype=torch.float64) if weighted else None
+    loss = loss_core.cross_entropy(logits, target.to(dtype), weight, ignore_index=ignore_index, backend=none_only)
+    wanted = torch.nn.functional.cross_entropy(logits, target, weight, ignore_index=ignore_index)
+    torch.testing.assert_close(loss, wanted, atol=1e-12, rtol=1e-12)
+
+
 @pytest.mark.parametrize("wants_gradient", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("op", OPS)

@@ -81,6 +81,15 @@ def test_a_negative_target_is_out_of_range():
         loss_core.cross_entropy(torch.zeros(1, 5), torch.tensor([-1]))
 
 
+def test_an_ignore_index_that_the_targets_dtype_does_not_hold_ignores_nothing():
+    """Wrapped round to 32 bits it would be the target."""
+    logits, target = torch.randn(2, 5), torch.tensor([3, -1], dtype=torch.int32)
+    with pytest.raises(IndexError, match="target -1 in row 1"):
+        loss_core.cross_entropy(logits, target, ignore_index=2**32 - 1)
+    loss = loss_core.cross_entropy(logits, target.abs(), ignore_index=2**32 + 1, backend="torch")
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, target.abs().long()))
+
+
 def test_statistics_of_probabilities_are_refused():
     with pytest.raises(UnsupportedInput, match="takes class indices, got a floating-point target"):
         loss_core.cross_entropy_with_stats(torch.zeros(2, 3), torch.zeros(2, 3))

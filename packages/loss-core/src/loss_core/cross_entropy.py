@@ -397,6 +397,8 @@ def _check_range(target: Tensor, classes: int, ignore_index: int, shape: torch.S
     """Raise the IndexError for a target out of range; waits for the device."""
     if target.device.type == "meta":
         return
+    # Compared with a uint8, 300 classes would become 44.
+    target = target.long()
     bad = ((target < 0) | (target >= classes)) & ~_ignored(target, ignore_index)
     if bad.any():
         row = int(bad.nonzero()[0])
@@ -408,8 +410,8 @@ def _check_range(target: Tensor, classes: int, ignore_index: int, shape: torch.S
 
 
 def _ignored(target: Tensor, ignore_index: int) -> Tensor:
-    # Compared with a uint8, -100 would become 156.
-    return (target.long() if target.dtype == torch.uint8 else target) == ignore_index
+    # Compared with a uint8, -100 would become 156; with an int32, 2**32 would become 0.
+    return target.long() == ignore_index
 
 
 class _Usual(NamedTuple):
@@ -579,7 +581,7 @@ def _denominator(
         return torch.where(live, byte_lengths, 0).sum()
     if weight is None:
         return live.sum()
-    inside = target.clamp(0, weight.shape[0] - 1).long()
+    inside = target.long().clamp(0, weight.shape[0] - 1)
     return torch.where(live, weight[inside], 0).sum()
 
 

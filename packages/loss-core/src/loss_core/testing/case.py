@@ -163,6 +163,9 @@ def _cross_entropy(base: Case) -> Iterator[Case]:
     # 156 is what -100 becomes in uint8.
     yield replace(quick, target="uint8", classes=157, ignored="no")
     yield replace(quick, target="uint8", classes=200, ignore_index=7)
+    # More classes than a uint8 counts.
+    for classes in (256, 257, 300):
+        yield replace(quick, target="uint8", classes=classes)
     for ignore_index, reduction in itertools.product((0, 256, -1), ("none", "mean")):
         yield replace(quick, ignore_index=ignore_index, reduction=reduction)
         yield replace(base, ignore_index=ignore_index, reduction=reduction, weight=True, label_smoothing=0.2)
