@@ -60,6 +60,20 @@ def test_second_derivatives_raise(op, options):
         (grad.square().sum() + leaf.sum()).backward()
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("of", ["logits", "target", "both"])
+def test_second_derivatives_of_probabilities_raise(of, reduction):
+    logits, target = torch.randn(4, 5, dtype=torch.float64), torch.rand(4, 5, dtype=torch.float64)
+    leaves = [leaf.requires_grad_() for name, leaf in (("logits", logits), ("target", target)) if of in (name, "both")]
+    loss = loss_core.cross_entropy(logits, target, reduction=reduction).sum()
+    grads = torch.autograd.grad(loss, leaves, create_graph=True)
+    wanted = torch.autograd.grad(functional.cross_entropy(logits, target, reduction=reduction).sum(), leaves)
+    for grad, truth in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad.detach(), truth, atol=1e-12, rtol=1e-12)
+        with pytest.raises(RuntimeError, match=r"loss_core\.cross_entropy has no second derivative"):
+            (grad.square().sum() + sum(leaf.sum() for leaf in leaves)).backward(retain_graph=True)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_second_derivatives_with_respect_to_the_upstream_gradient_raise(op):
     leaf, target = inputs()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from loss_core.backend import CrossEntropyForward, CrossEntropyOptions, refuse_shard
+from loss_core.derivative import first_derivative_only
 from loss_core.dtypes import accumulation_dtype
 from loss_core.reference.pieces import pieces
 
@@ -215,24 +216,37 @@ class _Probabilities(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        logits, target, weight = ctx.saved_tensors
-        options: CrossEntropyOptions = ctx.options
-        grad_logits = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
-        grad_target = torch.empty_like(target) if ctx.needs_input_grad[1] else None
-        for rows in pieces(logits):
-            x, lse, mass = _piece(logits[rows], target[rows], weight, options)
-            upstream = grad_loss[rows].unsqueeze(-1)
-            if grad_logits is not None:
-                grad = torch.exp(x - lse) * (mass.sum(-1, keepdim=True) + 2 * options.z_loss * lse) - mass
-                if options.softcap is not None:
-                    grad *= 1 - (x / options.softcap) ** 2
-                grad_logits[rows] = grad * (upstream * options.logit_scale)
-            if grad_target is not None:
-                of_target = (1 - options.label_smoothing) * (lse - x)
-                grad_target[rows] = upstream * (of_target if weight is None else of_target * weight)
-        return grad_logits, grad_target, None, None
+        if not torch.is_grad_enabled():
+            return *_gradients(ctx, grad_loss), None, None
+        with torch.no_grad():
+            grads = _gradients(ctx, grad_loss)
+        depends_on = grad_loss, *ctx.saved_tensors[:2]
+        return (
+            *(None if grad is None else first_derivative_only(grad, "cross_entropy", *depends_on) for grad in grads),
+            None,
+            None,
+        )
+
+
+def _gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients with respect to logits and target that ``_Probabilities`` needs."""
+    logits, target, weight = ctx.saved_tensors
+    options: CrossEntropyOptions = ctx.options
+    grad_logits = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
+    grad_target = torch.empty_like(target) if ctx.needs_input_grad[1] else None
+    for rows in pieces(logits):
+        x, lse, mass = _piece(logits[rows], target[rows], weight, options)
+        upstream = grad_loss[rows].unsqueeze(-1)
+        if grad_logits is not None:
+            grad = torch.exp(x - lse) * (mass.sum(-1, keepdim=True) + 2 * options.z_loss * lse) - mass
+            if options.softcap is not None:
+                grad *= 1 - (x / options.softcap) ** 2
+            grad_logits[rows] = grad * (upstream * options.logit_scale)
+        if grad_target is not None:
+            of_target = (1 - options.label_smoothing) * (lse - x)
+            grad_target[rows] = upstream * (of_target if weight is None else of_target * weight)
+    return grad_logits, grad_target
 
 
 def _piece(
