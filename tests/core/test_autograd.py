@@ -318,6 +318,26 @@ def test_the_reference_holds_no_more_than_it_states(monkeypatch):
     assert alive.peak <= gradient + 5 * 64 * 1024 * 4 + small
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_reference_holds_no_more_than_it_states_for_probabilities(dtype, direction, monkeypatch):
+    assert "with class probabilities as target two more" in sys.modules["loss_core.reference"].__doc__
+    piece = 64 * 1024
+    monkeypatch.setattr(sys.modules["loss_core.reference.pieces"], "PIECE", piece)
+    leaf, probabilities = (torch.rand(512, 1024).to(dtype).requires_grad_() for _ in range(2))
+    with Peak() as forward:
+        loss = loss_core.cross_entropy(
+            leaf, probabilities, backend="torch", label_smoothing=0.1, z_loss=0.1, softcap=5.0, weight=torch.ones(1024)
+        )
+    with Peak() as backward:
+        torch.autograd.grad(loss, (leaf, probabilities))
+    temporaries = 7 * piece * (8 if dtype == torch.float64 else 4)
+    if direction == "forward":
+        assert forward.peak <= temporaries + piece
+    else:
+        assert backward.peak <= 2 * leaf.nbytes + temporaries + piece
+
+
 class Peak(TorchDispatchMode):
     """Bytes of the storages that ops made inside and that live at the same time."""
 

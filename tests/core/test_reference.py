@@ -109,6 +109,34 @@ def test_probabilities(weighted, smoothing, reduction):
         torch.testing.assert_close(grad, truth, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("offset", [-1e7, 1e7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("options", [{}, {"weight": True}, {"label_smoothing": 0.1}, {"logit_scale": -1.0}], ids=str)
+@pytest.mark.parametrize("target", ["indices", "probabilities"])
+def test_logits_far_from_zero(target, options, dtype, offset):
+    """Whoever subtracts the log-sum-exp in one rounding has no digits left."""
+    logits = (torch.rand(4, 6, dtype=dtype) * 4 + offset).requires_grad_()
+    goal = torch.tensor([0, 5, -100, 2]) if target == "indices" else torch.rand(4, 6, dtype=dtype, requires_grad=True)
+    weight = torch.rand(6, dtype=dtype) if options.get("weight") else None
+    options = {name: value for name, value in options.items() if name != "weight"}
+    loss = loss_core.cross_entropy(logits, goal, weight, reduction="none", backend="torch", **options)
+    # Exact in float64: the logits are multiples of a power of two.
+    exact = (logits.detach().double() - offset).requires_grad_()
+    of_torch = goal if target == "indices" else goal.detach().double().requires_grad_()
+    wanted = functional.cross_entropy(
+        exact * options.pop("logit_scale", 1.0), of_torch, None if weight is None else weight.double(),
+        reduction="none", **options,
+    )  # fmt: skip
+    precision = 1e-12 if dtype == torch.float64 else 2e-6
+    torch.testing.assert_close(loss.double(), wanted, atol=precision, rtol=precision)
+    upstream = torch.rand(4, dtype=dtype)
+    leaves = [(logits, exact)] if target == "indices" else [(logits, exact), (goal, of_torch)]
+    for leaf, truth in leaves:
+        (grad,) = torch.autograd.grad(loss, leaf, upstream, retain_graph=True)
+        (right,) = torch.autograd.grad(wanted, truth, upstream.double(), retain_graph=True)
+        torch.testing.assert_close(grad.double(), right, atol=precision, rtol=precision)
+
+
 @pytest.mark.parametrize("op", ["softmax", "log_softmax"])
 @pytest.mark.parametrize("dim", [-3, -2, -1, 0, 1, 2])
 def test_softmax_over_each_dimension(op, dim):

@@ -53,9 +53,8 @@ def cross_entropy_forward(
         if prediction is not None:
             prediction[rows] = scaled.argmax(-1)
         x = _capped(scaled, options.softcap)
-        lse[rows] = _lse(x)
         piece = _Targets(*(of[rows] for of in targets))
-        loss[rows] = _row_loss(x, lse[rows], piece, weight, options)
+        loss[rows], lse[rows] = _row_loss(x, piece, weight, options)
         if grad is not None:
             grad[rows] = _row_gradient(x, lse[rows], piece, weight, options, factor)
     z_loss = torch.where(targets.live, options.z_loss * lse**2, 0) if stats else None
@@ -155,25 +154,40 @@ def _capped(x: Tensor, softcap: float | None) -> Tensor:
     return x if softcap is None else softcap * torch.tanh(x / softcap)
 
 
-def _lse(x: Tensor) -> Tensor:
-    """logsumexp that is NaN, as torch's log_softmax is, where a logit is +inf."""
-    lse = torch.logsumexp(x, -1)
-    return torch.where(lse == torch.inf, torch.nan, lse)
+def _from_peak(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x relative to its row's maximum; the logsumexp of that; and the logsumexp of x. The latter two (rows, 1).
+
+    The difference of the first two keeps the digits that the rounding of a large lse takes from lse - x. As in torch's
+    log_softmax, the lse is NaN where a logit is +inf.
+    """
+    peak = x.amax(-1, keepdim=True)
+    # A row without a finite maximum has nothing to be relative to.
+    peak = torch.where(peak.isfinite(), peak, 0)
+    below = x - peak
+    log_sum = below.exp().sum(-1, keepdim=True).log()
+    log_sum = torch.where(log_sum == torch.inf, torch.nan, log_sum)
+    return below, log_sum, log_sum + peak
 
 
-def _row_loss(x: Tensor, lse: Tensor, targets: _Targets, weight: Tensor | None, options: CrossEntropyOptions) -> Tensor:
+def _row_loss(
+    x: Tensor, targets: _Targets, weight: Tensor | None, options: CrossEntropyOptions
+) -> tuple[Tensor, Tensor]:
+    """The losses of rows, and their lse."""
     smoothing = options.label_smoothing
-    x_target = torch.where(targets.here, x.gather(-1, targets.index.unsqueeze(-1)).squeeze(-1), 0)
+    below, log_sum, lse = _from_peak(x)
+    lse = lse.squeeze(-1)
+    index = targets.index.unsqueeze(-1)
     if options.total_classes is not None:
-        return torch.where(targets.live, -targets.weight * x_target, 0)
-    loss = targets.weight * (lse - x_target)
+        x_target = torch.where(targets.here, x.gather(-1, index).squeeze(-1), 0)
+        return torch.where(targets.live, -targets.weight * x_target, 0), lse
+    loss = targets.weight * (log_sum - below.gather(-1, index)).squeeze(-1)
     if smoothing > 0:
-        shifted = lse.unsqueeze(-1) - x
+        shifted = log_sum - below
         uniform = (shifted if weight is None else shifted * weight).sum(-1)
         loss = (1 - smoothing) * loss + smoothing / x.shape[-1] * uniform
     if options.z_loss > 0:
         loss = loss + options.z_loss * lse**2
-    return torch.where(targets.live, loss, 0)
+    return torch.where(targets.live, loss, 0), lse
 
 
 def _row_gradient(
@@ -206,9 +220,10 @@ class _Probabilities(torch.autograd.Function):
     ) -> Tensor:
         loss = torch.empty(logits.shape[0], dtype=accumulation_dtype(logits.dtype), device=logits.device)
         for rows in pieces(logits):
-            x, lse, mass = _piece(logits[rows], target[rows], weight, options)
+            x, mass = _piece(logits[rows], target[rows], weight, options)
+            below, log_sum, lse = _from_peak(x)
             # 0 * inf is NaN, but a class without probability adds nothing.
-            loss[rows] = torch.where(mass == 0, 0, mass * (lse - x)).sum(-1)
+            loss[rows] = torch.where(mass == 0, 0, mass * (log_sum - below)).sum(-1)
             if options.z_loss > 0:
                 loss[rows] += options.z_loss * lse.squeeze(-1) ** 2
         ctx.save_for_backward(logits, target, weight)
@@ -236,24 +251,40 @@ def _gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | Non
     grad_logits = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
     grad_target = torch.empty_like(target) if ctx.needs_input_grad[1] else None
     for rows in pieces(logits):
-        x, lse, mass = _piece(logits[rows], target[rows], weight, options)
-        upstream = grad_loss[rows].unsqueeze(-1)
-        if grad_logits is not None:
-            grad = torch.exp(x - lse) * (mass.sum(-1, keepdim=True) + 2 * options.z_loss * lse) - mass
-            if options.softcap is not None:
-                grad *= 1 - (x / options.softcap) ** 2
-            grad_logits[rows] = grad * (upstream * options.logit_scale)
-        if grad_target is not None:
-            of_target = (1 - options.label_smoothing) * (lse - x)
-            grad_target[rows] = upstream * (of_target if weight is None else of_target * weight)
+        # A function, so that its temporaries are gone before those of the next piece are made.
+        of_logits, of_target = (None if grad is None else grad[rows] for grad in (grad_logits, grad_target))
+        _write_gradients(logits[rows], target[rows], weight, grad_loss[rows], options, of_logits, of_target)
     return grad_logits, grad_target
+
+
+def _write_gradients(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    grad_loss: Tensor,
+    options: CrossEntropyOptions,
+    grad_logits: Tensor | None,
+    grad_target: Tensor | None,
+) -> None:
+    x, mass = _piece(logits, target, weight, options)
+    below, log_sum, lse = _from_peak(x)
+    upstream = grad_loss.unsqueeze(-1)
+    if grad_target is not None:
+        of_target = log_sum - below
+        factor = upstream * (1 - options.label_smoothing)
+        grad_target.copy_((of_target if weight is None else of_target * weight) * factor)
+    if grad_logits is not None:
+        grad = torch.exp(below - log_sum) * (mass.sum(-1, keepdim=True) + 2 * options.z_loss * lse) - mass
+        if options.softcap is not None:
+            grad *= 1 - (x / options.softcap) ** 2
+        grad_logits.copy_(grad * (upstream * options.logit_scale))
 
 
 def _piece(
     logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x, lse (rows, 1), and the weighted smoothed probabilities of some rows, in the accumulation dtype."""
+) -> tuple[Tensor, Tensor]:
+    """x and the weighted smoothed probabilities of some rows, in the accumulation dtype."""
     dtype = accumulation_dtype(logits.dtype)
     x = _capped(_scaled(logits.to(dtype), options.logit_scale), options.softcap)
     mass = (1 - options.label_smoothing) * target.to(dtype) + options.label_smoothing / x.shape[-1]
-    return x, _lse(x).unsqueeze(-1), mass if weight is None else mass * weight
+    return x, mass if weight is None else mass * weight
