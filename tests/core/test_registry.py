@@ -2,6 +2,7 @@
 
 import asyncio
 import builtins
+import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -210,6 +211,10 @@ BROKEN = {
     "unversioned": (GOOD.format(offset=0).replace("API_VERSION = 1", ""), "speaks version None"),
     "odd-ops": (GOOD.format(offset=0).replace('("softmax",)', '("teleport",)'), "OPS must be a subset of"),
     "silent": ("API_VERSION = 1\nOPS = ()", "does not define unavailable_reason"),
+    "asks-and-quits": (
+        GOOD.format(offset=0).replace("return None", "raise SystemExit(3)", 1),
+        "unavailable_reason failed: SystemExit: 3",
+    ),
     "asks-badly": (GOOD.format(offset=0).replace("return None", "return 1 / 0", 1), "unavailable_reason failed: Zero"),
 }
 
@@ -230,7 +235,7 @@ def test_a_broken_plug_in_breaks_itself_alone(name, site):
     with pytest.raises(BackendUnavailable) as error:
         chosen(backend=name)
     assert reason in str(error.value)
-    if name != "asks-badly":
+    if not name.startswith("asks"):
         with pytest.raises(BackendUnavailable, match="broken 1.0"):
             loss_core.get_backend(name)
 
@@ -248,9 +253,40 @@ def test_our_names_belong_to_our_distributions(site):
     assert chosen(backend="torch") == 0
     assert chosen(backend="fine") == 6
     refused = [row for row in loss_core.list_backends("cpu") if row.distribution == "aaa-thief" and row.name == "torch"]
-    assert [(row.available, row.reason) for row in refused] == [
-        (False, f"the name 'torch' is taken by loss-core {loss_core.__version__}")
-    ]
+    assert [(row.available, row.reason) for row in refused] == [(False, "the name 'torch' is taken by loss-core")]
+
+
+@pytest.mark.parametrize("name", ["triton", "cutedsl"])
+def test_our_names_are_taken_where_our_distribution_is_not_installed(name, tmp_path):
+    """Else a stranger would be the first of the automatic choice."""
+    stranger = GOOD.format(offset=5)
+    add_distribution(tmp_path, "stranger", {name: stranger})
+    program = """
+    import importlib.metadata as metadata
+    original = metadata.entry_points
+    def entry_points(**selection):
+        return [e for e in original(**selection) if e.dist.name not in ("loss-triton", "loss-cutedsl")]
+    metadata.entry_points = entry_points
+    """
+    listed = f"report([chosen(), [b for b in loss_core.list_backends('cpu') if b.name == {name!r}]])"
+    value, listing = run_python(textwrap.dedent(program) + CHOOSES + listed, tmp_path)
+    assert value == 1
+    owner = {"triton": "loss-triton", "cutedsl": "loss-cutedsl"}[name]
+    assert listing == [[name, "stranger", "1.0", [], False, f"the name '{name}' is taken by {owner}"]]
+
+
+@pytest.mark.parametrize(
+    "metadata", [None, "", "Metadata-Version: 2.1\n", "Metadata-Version: 2.1\nName: half\n"], ids=str
+)
+def test_a_distribution_without_metadata_breaks_nothing(metadata, site):
+    """What an interrupted uninstall leaves behind."""
+    add_distribution(site, "half", {"half": GOOD.format(offset=3)})
+    path = site / "half-1.0.dist-info" / "METADATA"
+    path.unlink() if metadata is None else path.write_text(metadata)
+    registry.refresh()
+    assert chosen() == 0
+    assert chosen(backend="half") == 3
+    assert rows()["half"][1:3] == ("half" if metadata and "Name" in metadata else "unknown", "unknown")
 
 
 def test_a_name_claimed_twice_goes_to_the_first(tmp_path):

@@ -114,7 +114,10 @@ class Backend:
     def _ask(self, device: torch.device) -> str:
         try:
             return self.module.unavailable_reason(device) or ""  # type: ignore[union-attr]
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        # SystemExit too, for it may be here that a plug-in imports what its kernels need.
+        except BaseException as error:
             return f"unavailable_reason failed: {type(error).__name__}: {error}"
 
 
@@ -151,22 +154,36 @@ def _normalized(distribution: str) -> str:
     return distribution.lower().replace("_", "-").replace(".", "-")
 
 
+def _described(entry_point: EntryPoint) -> tuple[str, str]:
+    """Name and version of the distribution; "unknown" where its metadata are missing or broken."""
+    dist: Any = entry_point.dist
+    try:
+        name, version = (dist.metadata.get(key) for key in ("Name", "Version"))
+    # Half an uninstall leaves entry points without METADATA, of which each Python makes something else.
+    except Exception:
+        name = version = None
+    return name or "unknown", version or "unknown"
+
+
 def _discover() -> _Discovered:
     found: dict[tuple[str, str, str], Backend] = {}
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
-        distribution = entry_point.dist.name if entry_point.dist else "unknown"
-        version = entry_point.dist.version if entry_point.dist else "unknown"
+        distribution, version = _described(entry_point)
         # The same distribution seen twice (editable install, repeated path) is one backend.
         key = (entry_point.name, entry_point.value, _normalized(distribution))
         found.setdefault(key, Backend(entry_point.name, distribution, version, entry_point))
     by_name: dict[str, Backend] = {}
     refused = []
-    # Owners first; sorting is stable, so that among the others the first found has the name.
-    for backend in sorted(found.values(), key=lambda b: _OWNERS.get(b.name) != _normalized(b.distribution)):
-        holder = by_name.setdefault(backend.name, backend)
-        if holder is not backend:
+    for backend in found.values():
+        owner = _OWNERS.get(backend.name, "")
+        if owner and owner != _normalized(backend.distribution):
+            reason = f"the name {backend.name!r} is taken by {owner}"
+        else:
+            holder = by_name.setdefault(backend.name, backend)
+            if holder is backend:
+                continue
             reason = f"the name {backend.name!r} is taken by {holder.distribution} {holder.version}"
-            refused.append(BackendInfo(backend.name, backend.distribution, backend.version, (), False, reason))
+        refused.append(BackendInfo(backend.name, backend.distribution, backend.version, (), False, reason))
     return _Discovered(by_name, refused, {})
 
 
