@@ -154,6 +154,104 @@ def test_ignoring_the_upstream_gradient_is_found():
     assert not verdict_of(Case("cross_entropy", 40, 333, "float32"), Deaf.apply).right
 
 
+def _scaling(op, factor_of_output, factor_of_gradient):
+    """`op` in float32, one of whose results is off by a factor that all elements have in common."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, logits, target):
+            with torch.enable_grad():
+                ctx.logits = logits.detach().float().requires_grad_()
+                ctx.output = F.cross_entropy(ctx.logits, target) if target is not None else op(ctx.logits, -1)
+            return (ctx.output * factor_of_output).to(logits.dtype if target is None else torch.float32)
+
+        @staticmethod
+        def backward(ctx, outer):
+            (grad,) = torch.autograd.grad(ctx.output, ctx.logits, outer.float())
+            return (grad * factor_of_gradient).to(outer.dtype), None
+
+    return lambda logits, target: Scaled.apply(logits, target).to(logits.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("op", "which"),
+    [(op, "gradient") for op in ("cross_entropy", "softmax", "log_softmax")]
+    + [(op, "result") for op in ("softmax", "log_softmax")],
+)
+def test_a_factor_that_all_elements_have_in_common_is_found(op, which, dtype):
+    """What counting the ignored rows, one in sixteen, would do to every element; half precision hid it."""
+    factor = 15 / 16
+    case, function = Case(op, 64, 1000, dtype), getattr(F, op)
+    right = verdict_of(case, _scaling(function, 1.0, 1.0))
+    assert right.right, right.reason
+    wrong = verdict_of(case, _scaling(function, *((1.0, factor) if which == "gradient" else (factor, 1.0))))
+    assert not wrong.right
+    assert which in wrong.reason
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_ignoring_the_upstream_gradient_is_found_with_any_seed(dtype):
+    class Deaf(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, logits, target):
+            with torch.enable_grad():
+                x = logits.detach().float().requires_grad_()
+                loss = F.cross_entropy(x, target)
+                (ctx.grad,) = torch.autograd.grad(loss, x)
+            return loss.detach()
+
+        @staticmethod
+        def backward(ctx, outer):
+            return ctx.grad, None
+
+    case = Case("cross_entropy", 32, 100, dtype)
+    inputs = random_inputs(case, CPU, seed=1, sets=1)
+    for seed in range(100):
+        assert not check(case, lambda x, y: Deaf.apply(x.float(), y), inputs, grad=True, seed=seed).right
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("cross_entropy", 4, 9, "float32", Options(ignored=0.999)),
+        Case("causal_lm_loss", 1, 9, "bfloat16"),
+        Case("linear_cross_entropy", 4, 9, "float32", Options(ignored=0.999), hidden=8),
+    ],
+    ids=str,
+)
+def test_a_mean_over_no_rows_is_nan_or_nothing_and_its_gradient_zero(case):
+    inputs = random_inputs(case, CPU, seed=0, sets=1)
+    if case.op != "causal_lm_loss":
+        assert (inputs.target[0] == -100).all()
+    for name, value in (("torch-nn", None), ("torch-nn", 0.0), ("torch-nn", 1.0)):
+        plain = make_call(case, name)
+        call = plain if value is None else lambda *t, p=plain, v=value: p(*t).nan_to_num(v)
+        for grad in (False, True):
+            verdict = check(case, call, inputs, grad=grad)
+            assert verdict.right is (value != 1.0), verdict.reason
+            assert "NaN" not in verdict.reason
+
+
+@pytest.mark.parametrize("op", ["cross_entropy", "softmax", "log_softmax"])
+@pytest.mark.parametrize("options", [Options(), Options(label_smoothing=0.1), Options(reduction="none")], ids=str)
+def test_a_truth_that_is_infinite_or_nan_is_right_and_a_number_in_its_place_is_not(op, options):
+    """Logits of a file with a masked vocabulary, a row of it throughout; torch is right about them."""
+    case = Case(op, 8, 50, "float32", options.fitting(op))
+    inputs = random_inputs(case, CPU, seed=0, sets=1)
+    with torch.no_grad():
+        inputs.input[0][:, 40:] = -torch.inf
+        inputs.input[0][3] = -torch.inf
+        if inputs.target:
+            inputs.target[0].remainder_(40)[3] = -100
+    plain = make_call(case, "torch-nn")
+    for grad in (False, True):
+        verdict = check(case, plain, inputs, grad=grad)
+        assert verdict.right, verdict.reason
+    if not torch.isfinite(plain(inputs.input[0].detach(), inputs.target[0] if inputs.target else None)).all():
+        assert not check(case, lambda *t: plain(*t).nan_to_num(1.0, 1.0, 1.0), inputs, grad=False).right
+
+
 def test_counting_ignored_rows_in_the_mean_is_found():
     def call(logits, target):
         return F.cross_entropy(logits, target, reduction="sum") / len(target)

@@ -2,7 +2,9 @@
 
 An element of a gradient is judged against ``budget * scale``: the scale is the size of the terms that make the
 element (so that a difference of large terms is not asked to be exact), the budget a small multiple of the dtype's
-rounding that leaves room for log-probabilities held in that dtype, as torch itself holds them.
+rounding that leaves room for log-probabilities held in that dtype, as torch itself holds them. That much room would
+hide a factor that all elements have in common, so the whole has to be an eighth as far off at the most: the norm of the
+difference over the norm of what the elements may be off.
 
 The gradients of a linear op are sums over classes or rows, in which the roundings of the terms, which are independent,
 add up as a random walk does. So the scale of an element is the norm of its terms with a mean square in place of the
@@ -61,6 +63,12 @@ _LINEAR_BUDGET = {
     torch.float64: (2048, 256),
 }
 
+# Of what the elements may be off, for the norm of all of them: 3 units of rounding in half precision, beside what
+# elements near the smallest number lose. Measured on an H200 and an H100, all libraries: up to 0.9 units in bf16, 0.4
+# for softmax, and 3.2 in fp16, where gradients are that small. Counting the ignored rows in the mean, one in 16 here,
+# is an error of 8 units in bf16.
+_NORM_SHARE = 1 / 8
+
 # Of millions of elements some lie at several standard deviations.
 _TAIL = 6
 
@@ -91,25 +99,28 @@ class _Errors:
     """Sums over the pieces of `what`.
 
     Attributes:
-        norm_budget: relative error that the norm of all may have.
+        norm_budget: relative error that the norm of all may have; None where that follows from the elements' own.
+        allowed_squares: sum of the squares of what the elements may be off.
         floor_squares: sum of the squares of what an element may be off however large it is.
     """
 
     what: str = "gradient"
-    norm_budget: float = math.inf
+    norm_budget: float | None = None
     squares: float = 0.0
     reference_squares: float = 0.0
+    allowed_squares: float = 0.0
     floor_squares: float = 0.0
     worst: float = 0.0
 
     def add(self, got: Tensor, want: Tensor, allowed: Tensor, floor: Tensor | float = 0.0) -> None:
-        difference = (got.double() - want).abs_()
+        difference = _distance(got, want)
         self.squares += float(difference.square().sum())
-        self.reference_squares += float(want.square().sum())
+        self.reference_squares += _finite_squares(want)
+        self.allowed_squares += _finite_squares(allowed)
         self.floor_squares += float(torch.as_tensor(floor).square().mean()) * want.numel()
         # The largest of nothing is 0; NaN, which no comparison would find, stays NaN.
         if difference.numel():
-            self.worst = _larger(self.worst, float((difference / allowed).amax()))
+            self.worst = _larger(self.worst, float((difference / allowed).masked_fill_(difference == 0, 0.0).amax()))
 
     @property
     def relative(self) -> float:
@@ -120,8 +131,23 @@ class _Errors:
     @property
     def excess(self) -> float:
         """The largest error of an element, or that of the norm, as a multiple of what it may be."""
-        allowed = self.norm_budget * math.sqrt(self.reference_squares) + math.sqrt(self.floor_squares)
+        if self.norm_budget is None:
+            allowed = _NORM_SHARE * math.sqrt(self.allowed_squares)
+        else:
+            allowed = self.norm_budget * math.sqrt(self.reference_squares) + math.sqrt(self.floor_squares)
         return _larger(self.worst, math.sqrt(self.squares) / allowed if allowed else 0.0)
+
+
+def _distance(got: Tensor, want: Tensor) -> Tensor:
+    """The absolute difference in float64; of a NaN or an infinity that is the true value there is none."""
+    got = got.double()
+    same = (got == want) | (got.isnan() & want.isnan())
+    return (got - want).abs_().masked_fill_(same, 0.0)
+
+
+def _finite_squares(values: Tensor) -> float:
+    """The sum of the squares of those that are finite."""
+    return float(values.square().nan_to_num_(0.0, posinf=0.0).sum())
 
 
 def _larger(a: float, b: float) -> float:
@@ -193,8 +219,9 @@ def _leaf_names(result: _Result) -> Sequence[str]:
 
 
 def _random_upstream(seed: int) -> float:
-    # A multiple of 1/64 is exact in every dtype, so that the reference is scaled by the same number.
-    return int(torch.randint(32, 97, (), generator=torch.Generator().manual_seed(seed))) / 64
+    # A multiple of 1/64 is exact in every dtype, so that the reference is scaled by the same number. Near 1 it would
+    # not show whether it was looked at.
+    return int(torch.randint(80, 129, (), generator=torch.Generator().manual_seed(seed))) / 64
 
 
 def _run(
@@ -324,19 +351,28 @@ def _loss_error(
     """The relative error, and the error as a multiple of what it may be; `slack` (rows,) is added to that."""
     budget = _LOSS_BUDGET.get(output.dtype, 2e-5)
     slack = torch.zeros_like(row_losses) if slack is None else slack
-    got = output.double()
     if case.options.reduction == "none":
-        difference = (got - row_losses).abs()
-        worst = float((difference / (budget * (row_losses.abs() + 1) + slack)).amax())
-        return float(difference.norm() / row_losses.norm()), worst
+        errors = _Errors()
+        errors.add(output, row_losses, budget * (row_losses.abs() + 1) + slack)
+        return errors.relative, errors.worst
+    got = float(output)
+    if denominator == 0:
+        # A mean over no rows is NaN as torch's, or nothing.
+        error = 0.0 if math.isnan(got) or got == 0 else math.inf
+        return error, error
     want = float(row_losses.sum()) / denominator
-    error = abs(float(got) - want) / max(abs(want), 1e-30)
+    if got == want or (math.isnan(got) and math.isnan(want)):
+        return 0.0, 0.0
+    error = abs(got - want) / max(abs(want), 1e-30)
     return error, error / (budget + float(slack.sum()) / denominator / max(abs(want), 1e-30))
 
 
 def _judge_softmax(case: Case, result: _Result) -> Judgement:
     (logits,), gradient = result.leaves, next(iter(result.gradients), None)
     forward, backward = _Errors(), _Errors()
+    if case.op == "log_softmax":
+        # The sum of a random upstream gradient cancels and its terms do not; beside them the rest would not count.
+        backward.norm_budget = _NORM_SHARE * _BUDGET[case.torch_dtype]
     for rows in pieces(case):
         want, terms = softmax_rows(case, logits[rows])
         forward.add(result.output[rows], want, _allowed(case, terms))
@@ -349,4 +385,4 @@ def _judge_softmax(case: Case, result: _Result) -> Judgement:
                 # It is made of the rounded output, whose small probabilities have the dtype's smallest spacing.
                 allowed += outer.abs().add_(1.0).mul_(_smallest(case))
             backward.add(gradient[rows], want, allowed)
-    return forward.relative, forward.worst, [backward] if gradient is not None else []
+    return forward.relative, forward.excess, [backward] if gradient is not None else []
