@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import types
 
@@ -13,7 +14,7 @@ from loss_bench import measure, runner
 from loss_bench.calls import make_call
 from loss_bench.cases import Case, Options
 from loss_bench.check import check
-from loss_bench.inputs import random_inputs
+from loss_bench.inputs import random_inputs, sets_needed
 from loss_bench.peers import requirements
 from loss_bench.runner import CaseRunner, Plan, chosen_backends, first_line
 
@@ -97,6 +98,38 @@ def test_bandwidth_comes_from_the_same_process(bad_backends):
     copied = 2 * (64 << 20) / 1e-3 / 1e9
     assert rows[0].gb_s == pytest.approx((4 * 10 * 4 + 4 * 8) / (rows[0].median_ms * 1e-3) / 1e9)
     assert rows[0].copy_share == pytest.approx(rows[0].gb_s / copied)
+
+
+@pytest.mark.parametrize("op", ["cross_entropy", "causal_lm_loss", "linear_cross_entropy", "softmax"])
+def test_rows_that_are_ignored_need_not_be_read_and_are_no_operations(op):
+    case = Case(op, 40, 10, "float32", Options(ignored=0.4).fitting(op), 16 if op == "linear_cross_entropy" else None)
+    plan = Plan(backends=("torch-nn",), passes=("forward", "forward+backward", "no-grad"), iterations=3)
+    rows = CaseRunner(plan, CPU, timer=FakeTimer()).run_case(case, {})
+    sets = random_inputs(case, CPU, seed=0, sets=sets_needed(case, 32 << 20)).target
+    labels = [labels[0, 1:] if op == "causal_lm_loss" else labels for labels in sets]
+    kept = statistics.mean(sum(label >= 0 for label in each.tolist()) for each in labels or [torch.zeros(40)])
+    assert op == "softmax" or 15 < kept < 30
+    moved = {
+        "forward": kept * 10 * 4 + 40 * 8,
+        "no-grad": kept * 10 * 4 + 40 * 8,
+        "forward+backward": kept * 10 * 4 + 40 * 10 * 4 + 40 * 8,
+    }
+    if op == "softmax":
+        moved = {"forward": 2 * 1600, "no-grad": 2 * 1600, "forward+backward": 5 * 1600}
+    for row in rows:
+        if op == "linear_cross_entropy":
+            products = 3 if row.pass_ == "forward+backward" else 1
+            assert row.tflop_s * row.median_ms * 1e9 == pytest.approx(products * 2 * kept * 16 * 10)
+            assert row.gb_s is None
+        else:
+            assert row.gb_s * row.median_ms * 1e6 == pytest.approx(moved[row.pass_])
+
+
+@pytest.mark.parametrize(("iterations", "turns"), [(1, [(1, 4)]), (2, [(1, 4), (1, 1)]), (3, [(1, 4), (1, 1), (1, 1)])])
+def test_the_first_iterations_are_warmed_up_however_few_there_are(iterations, turns):
+    plan = Plan(backends=("torch-nn",), passes=("forward", "no-grad"), iterations=iterations, warmup=4)
+    *_, log = run((), plan=plan)
+    assert log == [(pass_, *turn) for pass_ in ("forward", "no-grad") for turn in turns]
 
 
 def test_a_backend_that_breaks_later_loses_the_rest_only(install_backend):

@@ -166,34 +166,39 @@ def lacking(op: str) -> str:
     return f"has no {op}"
 
 
-def minimal_bytes(case: Case, pass_: str) -> int | None:
+def minimal_bytes(case: Case, pass_: str, kept_rows: float | None = None) -> float | None:
     """The fewest bytes that `pass_` moves through memory: each input read once, each result written once.
 
-    A cross-entropy may form its gradient in either half, so the forward half is held to one read of the logits
-    and the backward half to nothing at all: for it the answer is None, and only the sum of both is compared with
-    the memory's bandwidth (one read, one write). Softmax reads and writes in the forward pass (2) and reads the
+    Of a loss only `kept_rows` (all by default) have to be read: what the others hold does not matter to it, and their
+    gradient is zero. A cross-entropy may form its gradient in either half, so the forward half is held to one read of
+    the logits and the backward half to nothing at all: for it the answer is None, and only the sum of both is compared
+    with the memory's bandwidth (one read, one write). Softmax reads and writes in the forward pass (2) and reads the
     output and its gradient and writes one in the backward pass (3). A linear op is bound by its matrix products: None.
     """
     if case.op in LINEAR:
         return None
     if case.is_loss:
         targets = case.rows * torch.int64.itemsize
-        passes = {"forward": 1, "no-grad": 1, "forward+backward": 2}.get(pass_)
-        return None if passes is None else passes * case.logits_bytes + targets
+        written = {"forward": 0, "no-grad": 0, "forward+backward": case.logits_bytes}.get(pass_)
+        return None if written is None else _kept_share(case, kept_rows) * case.logits_bytes + written + targets
     return {"forward": 2, "no-grad": 2, "backward": 3, "forward+backward": 5}[pass_] * case.logits_bytes
 
 
-def minimal_flop(case: Case, pass_: str) -> int | None:
+def _kept_share(case: Case, kept_rows: float | None) -> float:
+    return 1 if kept_rows is None else kept_rows / case.rows
+
+
+def minimal_flop(case: Case, pass_: str, kept_rows: float | None = None) -> float | None:
     """The fewest operations of the matrix products that `pass_` consists of; None for an op without any.
 
     A multiplication and an addition count as two: 2 x rows x hidden x classes for the logits, and as much again for
-    each of the two gradients. Either half may do that of the gradients, so that the backward half is held to nothing,
-    as in ``minimal_bytes``.
+    each of the two gradients, where rows are those that are kept (all by default). Either half may do that of the
+    gradients, so that the backward half is held to nothing, as in ``minimal_bytes``.
     """
     products = {"forward": 1, "no-grad": 1, "forward+backward": 3}.get(pass_)
     if case.hidden is None or products is None:
         return None
-    return products * 2 * case.rows * case.hidden * case.classes
+    return products * 2 * (case.rows if kept_rows is None else kept_rows) * case.hidden * case.classes
 
 
 def parse_dtype(text: str) -> str:

@@ -44,6 +44,14 @@ class Inputs:
         """What a call on set `which` is given in front of the target, and has a gradient."""
         return tuple(kind[which] for kind in (self.input, self.linear_weight, self.linear_bias) if kind)
 
+    def kept_rows(self, case: Case) -> float | None:
+        """How many rows have a target that is not ignored, on average over the sets; None for an op without targets."""
+        if not self.target:
+            return None
+        # A causal loss has no target for the last position, and none that is the first label.
+        targets = [target[:, 1:] if case.op == "causal_lm_loss" else target for target in self.target]
+        return sum(int((target != IGNORE_INDEX).sum()) for target in targets) / len(targets)
+
 
 def sets_needed(case: Case, cache_bytes: int) -> int:
     """How many sets make at least twice the cache, between 2 and 8; one may do for a linear op."""

@@ -299,7 +299,8 @@ class CaseRunner:
         part = count * (turn + 1) // _ROUNDS - count * turn // _ROUNDS
         if part == 0:
             return
-        warmup = self._plan.warmup if turn == 0 else 1
+        # Few iterations leave the first turns without any.
+        warmup = 1 if contestant.samples.get(pass_) else self._plan.warmup
         action = partial(self._timer.time, contestant.work(pass_), part, warmup)
         samples, contestant.failure = self._attempt(contestant.backend, action)
         contestant.samples.setdefault(pass_, []).extend(samples or ())
@@ -328,20 +329,20 @@ class CaseRunner:
             row.add_note("unsteady: compare with care")
         if self._plan.graph and self._device.type == "cuda" and row.pass_ in _GRAPH_PASSES:
             self._fill_graph(row, contestant, summary.samples)
-        self._fill_shares(case, row)
+        self._fill_shares(case, row, contestant.inputs.kept_rows(case))
         row.peak_mib, _ = attempt(lambda: measure.peak_mib(contestant.work(row.pass_), self._device))
         host = self._host_us.get((row.backend, case.tiny, row.pass_))
         if host is not None:
             row.host_us, row.host_least_us = host.median, host.least
 
-    def _fill_shares(self, case: Case, row: Row) -> None:
+    def _fill_shares(self, case: Case, row: Row, kept_rows: float | None) -> None:
         """How near the times come to what bounds the pass."""
-        copy, bytes_ = self.ceilings["copy_gb_s"], minimal_bytes(case, row.pass_)
+        copy, bytes_ = self.ceilings["copy_gb_s"], minimal_bytes(case, row.pass_, kept_rows)
         if bytes_ is not None and row.median_ms:
             row.gb_s = gb_per_second(bytes_, row.median_ms)
             row.copy_share = row.gb_s / copy
             row.graph_share = gb_per_second(bytes_, row.graph_ms) / copy if row.graph_ms else None
-        flop = minimal_flop(case, row.pass_)
+        flop = minimal_flop(case, row.pass_, kept_rows)
         if flop is not None and row.median_ms:
             most = self._matmul_tflop_s(case.torch_dtype)
             row.tflop_s = tflop_per_second(flop, row.median_ms)
@@ -399,12 +400,12 @@ def chosen_backends(names: Sequence[str], device: torch.device) -> list[BackendR
     return [by_name[name] for name in names] or found
 
 
-def gb_per_second(bytes_: int, milliseconds: float) -> float:
+def gb_per_second(bytes_: float, milliseconds: float) -> float:
     """Bytes over a time, in units of 10**9 bytes a second."""
     return bytes_ / (milliseconds * 1e-3) / 1e9
 
 
-def tflop_per_second(flop: int, milliseconds: float) -> float:
+def tflop_per_second(flop: float, milliseconds: float) -> float:
     """Operations over a time, in units of 10**12 a second."""
     return flop / (milliseconds * 1e-3) / 1e12
 
