@@ -36,6 +36,12 @@ REFUSED = [
     ({"z_loss": -0.1}, ValueError, "z_loss must not be negative, got -0.1"),
     ({"softcap": 0.0}, ValueError, "softcap must be positive or None, got 0.0"),
     ({"softcap": -3}, ValueError, "softcap must be positive or None, got -3"),
+    *(
+        ({name: value}, ValueError, f"{name} must be finite, got {value}")
+        for name in ("label_smoothing", "z_loss", "softcap", "logit_scale")
+        for value in (float("inf"), float("nan"))
+    ),
+    ({"logit_scale": float("-inf")}, ValueError, "logit_scale must be finite, got -inf"),
     ({"logit_scale": "2"}, TypeError, "logit_scale must be a number, got str"),
     (
         {"byte_lengths": TARGET},
@@ -46,6 +52,20 @@ REFUSED = [
     ({"reduction": "byte_mean", "byte_lengths": TARGET[0]}, ValueError, r"target's shape \(2, 3\), got \(3,\)"),
     ({"reduction": "byte_mean", "byte_lengths": torch.ones(2, 3)}, TypeError, "tensor of integers, got torch.float32"),
     ({"reduction": "byte_mean", "byte_lengths": TARGET.to("meta")}, ValueError, "byte_lengths must be on input's dev"),
+    *(
+        ({"reduction": "byte_mean", "byte_lengths": TARGET.to(dtype)}, TypeError, f"tensor of integers, got {dtype}")
+        for dtype in (torch.bool, torch.complex64)
+    ),
+    ({"reduction": "byte_mean", "byte_lengths": [[1]]}, TypeError, "byte_lengths must be a tensor of integers, got li"),
+    *(
+        (
+            {"weight": torch.ones(5, requires_grad=True), **more},
+            ValueError,
+            "weight gets no gradient and must not require one, got requires_grad=True",
+        )
+        for more in ({}, {"label_smoothing": 0.1}, {"input": LOGITS.clone().requires_grad_()})
+    ),
+    ({"num_items": torch.ones(1, requires_grad=True)}, ValueError, "num_items gets no gradient and must not require"),
     ({"num_items": 3, "reduction": "sum"}, ValueError, "num_items is the denominator of reduction='mean', got .*'sum'"),
     ({"num_items": torch.ones(2)}, ValueError, r"num_items must have one element, got shape \(2,\)"),
     ({"num_items": "3"}, TypeError, "num_items must be a number or a tensor of one element, got str"),
@@ -90,6 +110,20 @@ def test_an_ignore_index_that_the_targets_dtype_does_not_hold_ignores_nothing():
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, target.abs().long()))
 
 
+def test_weights_of_probabilities_that_want_a_gradient_are_refused():
+    """torch has one there, which nobody may silently take for zero."""
+    weight = torch.rand(3).requires_grad_()
+    with pytest.raises(ValueError, match="weight gets no gradient"):
+        loss_core.cross_entropy(torch.zeros(2, 3), torch.rand(2, 3), weight)
+
+
+def test_where_no_gradient_is_wanted_weights_may_require_one():
+    weight, items = torch.rand(5).requires_grad_(), torch.tensor(7.0, requires_grad=True)
+    with torch.no_grad():
+        loss = loss_core.cross_entropy(LOGITS, TARGET, weight, num_items=items)
+        assert loss == loss_core.cross_entropy(LOGITS, TARGET, weight.detach(), num_items=7)
+
+
 def test_statistics_of_probabilities_are_refused():
     with pytest.raises(UnsupportedInput, match="takes class indices, got a floating-point target"):
         loss_core.cross_entropy_with_stats(torch.zeros(2, 3), torch.zeros(2, 3))
@@ -110,11 +144,21 @@ def test_causal_lm_loss_refuses():
     for change, error, message in (
         ({"cu_seqlen": 1}, TypeError, "unexpected keyword argument 'cu_seqlen'"),
         ({"num_items": 1, "num_items_in_batch": 2}, ValueError, "are the same argument"),
+        ({"logits": [1.0]}, TypeError, "logits must be a tensor of float16, .*, got list"),
         ({"logits": torch.zeros(5)}, ValueError, r"logits must have shape \(..., tokens, classes\), got \(5,\)"),
         ({"vocab_size": 6}, ValueError, "vocab_size must be the logits' last dimension 5, got 6"),
         ({"labels": labels[0]}, ValueError, r"labels must have shape \(1, 3\) for logits of .*, got \(3,\)"),
         ({"labels": labels.float()}, TypeError, "labels must be a tensor of int32, int64, uint8, got torch.float32"),
         ({"shift_labels": labels[0]}, ValueError, "shift_labels must have shape"),
+        *(
+            ({"reduction": "byte_mean", "byte_lengths": lengths}, error, message)
+            for lengths, error, message in (
+                ([[1, 2, 3]], TypeError, "byte_lengths must be a tensor of integers, got list"),
+                (torch.tensor(1), ValueError, r"byte_lengths must have target's shape \(1, 3\), got \(\)"),
+                (labels[:, 1:], ValueError, r"byte_lengths must have target's shape \(1, 3\), got \(1, 2\)"),
+                (labels.bool(), TypeError, "byte_lengths must be a tensor of integers, got torch.bool"),
+            )
+        ),
     ):
         with pytest.raises(error, match=message):
             loss_core.causal_lm_loss(**{"logits": logits, "labels": labels, **change})

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from loss_core.cross_entropy import cross_entropy
-from loss_core.dtypes import INTEGRAL, kind, names
+from loss_core.dtypes import FLOATING, INTEGRAL, kind, names
 
 # What Hugging Face models pass on to their loss function together with its own arguments; they are for the layers.
 _FOR_THE_MODEL = frozenset(
@@ -77,16 +77,18 @@ def causal_lm_loss(
         if num_items is not None:
             raise ValueError("num_items and num_items_in_batch are the same argument; give one of them")
         num_items = num_items_in_batch
-    if not isinstance(logits, Tensor) or logits.dim() < 2:
-        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"logits must have shape (..., tokens, classes), got {got}")
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"logits must be a tensor of {names(FLOATING)}, got {kind(logits)}")
+    if logits.dim() < 2:
+        raise ValueError(f"logits must have shape (..., tokens, classes), got {tuple(logits.shape)}")
     if vocab_size is not None and vocab_size != logits.shape[-1]:
         raise ValueError(f"vocab_size must be the logits' last dimension {logits.shape[-1]}, got {vocab_size}")
     target = _moved("labels" if shift_labels is None else "shift_labels", labels, shift_labels, logits)
     if shift_labels is None:
         target = _shifted(target, ignore_index)
-        # What stands for the target that the last position lacks is not counted.
-        byte_lengths = None if byte_lengths is None else _shifted(byte_lengths, 0)
+        if isinstance(byte_lengths, Tensor) and byte_lengths.shape == target.shape:
+            # What stands for the target that the last position lacks is not counted.
+            byte_lengths = _shifted(byte_lengths, 0)
     return cross_entropy(
         logits, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
         z_loss=z_loss, softcap=softcap, logit_scale=logit_scale, byte_lengths=byte_lengths, num_items=num_items,
@@ -103,7 +105,8 @@ def _moved(name: str, labels: Tensor, shift_labels: Tensor | None, logits: Tenso
             f"{name} must have shape {tuple(logits.shape[:-1])} for logits of shape {tuple(logits.shape)}, "
             f"got {tuple(labels.shape)}"
         )
-    return labels.to(logits.device, non_blocking=True)
+    # What a CPU is sent without waiting has not arrived yet when it is read.
+    return labels.to(logits.device, non_blocking=logits.device.type != "cpu")
 
 
 def _shifted(labels: Tensor, last: int) -> Tensor:

@@ -14,6 +14,7 @@ prepared. Few functions lie on it, for in a training step the caches are cold, a
 from __future__ import annotations
 
 from functools import lru_cache, partial
+from math import inf
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -109,7 +110,7 @@ def cross_entropy(
         input: logits, floating point, with the classes in dimension `dim`. Any strides.
         target: class indices (int32, int64, uint8) in input's shape without `dim`; or, floating point and in input's
             shape, class probabilities, whose rows need not sum to one.
-        weight: (V,) weight of each class, or None for 1.
+        weight: (V,) weight of each class, or None for 1. It gets no gradient and must not require one.
         ignore_index: rows with this target have loss 0 and a gradient of zeros, whatever their logits.
         reduction: ``"mean"`` divides the sum by the number of rows not ignored (by the sum of their ``weight[y]``
             with class weights; by `num_items` if given); ``"sum"``; ``"none"`` gives the target's shape;
@@ -121,7 +122,7 @@ def cross_entropy(
         logit_scale: factor of the logits.
         byte_lengths: integers in the target's shape, the bytes each target stands for. Only for ``"byte_mean"``.
         num_items: denominator of ``"mean"``, for batches of which this is one part: a number, or a tensor of one
-            element on any device, which is not waited for. Only for ``"mean"``.
+            element on any device, which is not waited for where the logits are on a GPU. Only for ``"mean"``.
         dim: the class dimension.
         inplace: allow the gradient to take the logits' memory. Their version counter moves, so autograd reports a
             later use by something else. Taken where the layout permits and a gradient is wanted, otherwise ignored;
@@ -333,6 +334,8 @@ def _options(
         if not isinstance(value, Integral if name == "ignore_index" else Real):
             wanted = "an integer" if name == "ignore_index" else "a number"
             raise TypeError(f"{name} must be {wanted}, got {kind(value)}")
+        if not -inf < value < inf:
+            raise ValueError(f"{name} must be finite, got {value}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
     if not z_loss >= 0.0:
@@ -353,7 +356,13 @@ def _weight(weight: Tensor, input: Tensor, classes: int) -> Tensor:
         raise ValueError(f"weight must have shape ({classes},), one per class, got {tuple(weight.shape)}")
     if weight.device != input.device:
         raise ValueError(f"weight must be on input's device {input.device}, got {weight.device}")
+    _without_gradient("weight", weight)
     return weight.detach().to(accumulation_dtype(input.dtype)).contiguous()
+
+
+def _without_gradient(name: str, value: Tensor) -> None:
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} gets no gradient and must not require one, got requires_grad=True; detach it")
 
 
 def _byte_lengths(byte_lengths: Tensor | None, input: Tensor, facts: _Facts) -> Tensor | None:
@@ -367,7 +376,7 @@ def _byte_lengths(byte_lengths: Tensor | None, input: Tensor, facts: _Facts) -> 
         return None
     if facts.probabilities:
         raise ValueError("reduction='byte_mean' needs class indices, got a floating-point target")
-    if not isinstance(byte_lengths, Tensor) or byte_lengths.is_floating_point() or byte_lengths.dtype == torch.bool:
+    if not isinstance(byte_lengths, Tensor) or not _holds_integers(byte_lengths.dtype):
         raise TypeError(f"byte_lengths must be a tensor of integers, got {kind(byte_lengths)}")
     if byte_lengths.shape != shape:
         raise ValueError(f"byte_lengths must have target's shape {tuple(shape)}, got {tuple(byte_lengths.shape)}")
@@ -376,6 +385,10 @@ def _byte_lengths(byte_lengths: Tensor | None, input: Tensor, facts: _Facts) -> 
     if byte_lengths.dtype not in (torch.int32, torch.int64):
         byte_lengths = byte_lengths.to(torch.int64)
     return byte_lengths.reshape(-1).contiguous()
+
+
+def _holds_integers(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _num_items(num_items: float | Tensor, input: Tensor, reduction: str) -> float | Tensor:
@@ -387,10 +400,12 @@ def _num_items(num_items: float | Tensor, input: Tensor, reduction: str) -> floa
         return float(num_items)
     if num_items.numel() != 1:
         raise ValueError(f"num_items must have one element, got shape {tuple(num_items.shape)}")
+    _without_gradient("num_items", num_items)
     num_items = num_items.detach().reshape(1)
     if num_items.device.type == "cpu" and not torch.compiler.is_compiling():
         return float(num_items.item())
-    return num_items.to(input.device, accumulation_dtype(input.dtype), non_blocking=True)
+    # What a CPU is sent without waiting has not arrived yet when it is read.
+    return num_items.to(input.device, accumulation_dtype(input.dtype), non_blocking=input.device.type != "cpu")
 
 
 def _check_range(target: Tensor, classes: int, ignore_index: int, shape: torch.Size) -> None:
