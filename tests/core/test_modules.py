@@ -9,6 +9,7 @@ import pytest
 import torch
 from loss_core import nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 
 def test_cross_entropy_module_is_torchs_with_classes_last():
@@ -44,6 +45,26 @@ def test_modules_pass_every_option_on(option, value):
     module = nn.CausalLMLoss(**{option: value})
     assert torch.equal(module(logits, target), loss_core.causal_lm_loss(logits, target, **{option: value}))
     assert f"{option}={value!r}" in repr(module)
+
+
+@pytest.mark.parametrize("module", ["CrossEntropyLoss", "CausalLMLoss"])
+def test_options_are_attributes_that_can_be_set_later(module):
+    """As those of torch's modules; set on one that keeps its options elsewhere, they would silently do nothing."""
+    logits, target = torch.randn(1, 4, 6), torch.tensor([[0, 2, 5, 1]])
+    options = {"ignore_index": 2, "reduction": "none", "label_smoothing": 0.3, "z_loss": 0.1, "softcap": 2.0,
+               "logit_scale": 0.5, "backend": "torch"}  # fmt: skip
+    for name, value in options.items():
+        late = getattr(nn, module)()
+        assert getattr(late, name) == getattr(torch.nn.CrossEntropyLoss(), name, getattr(late, name))
+        setattr(late, name, value)
+        early = getattr(nn, module)(**{name: value})
+        assert repr(late) == repr(early)
+        assert torch.equal(late(logits, target), early(logits, target))
+        twin = pickle.loads(pickle.dumps(late))
+        assert torch.equal(twin(logits, target), early(logits, target))
+    images = nn.CrossEntropyLoss()
+    images.dim = 1
+    assert images(logits, torch.zeros(1, 6, dtype=torch.int64)) > 0
 
 
 def test_modules_pass_on_what_a_batch_brings():
@@ -163,3 +184,36 @@ def test_one_token_has_nothing_to_predict():
 def test_labels_on_another_device_are_moved():
     logits, labels = torch.randn(1, 4, 5, device="meta"), torch.zeros(1, 4, dtype=torch.int64)
     assert loss_core.causal_lm_loss(logits, labels, backend="torch").device.type == "meta"
+
+
+class Elsewhere(TorchFunctionMode):
+    """Lets CPU tensors pass for those of another device, and notes what is sent to the CPU without waiting."""
+
+    def __init__(self, *elsewhere):
+        super().__init__()
+        self.elsewhere, self.sent = elsewhere, []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.device.__get__ and any(args[0] is tensor for tensor in self.elsewhere):
+            return torch.device("cuda", 0)
+        if func is torch.Tensor.to:
+            self.sent.append((kwargs or {}).get("non_blocking", False))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("moved", ["labels", "shift_labels", "num_items"])
+def test_what_goes_from_a_gpu_to_logits_on_a_cpu_has_arrived_before_it_is_read(moved):
+    logits, labels, items = torch.randn(1, 6, 11), torch.randint(11, (1, 6)), torch.tensor([4.0])
+    arguments = {"labels": labels, "num_items": items}
+    if moved == "shift_labels":
+        arguments = {"labels": None, "shift_labels": labels, "num_items": items}
+    # What is detached and reshaped first is another tensor.
+    items.detach = lambda: items
+    items.reshape = lambda *shape: items
+    with Elsewhere(items if moved == "num_items" else labels) as mode:
+        loss = loss_core.causal_lm_loss(logits, **arguments, backend="torch")
+    assert mode.sent
+    assert not any(mode.sent)
+    shift = 0 if moved == "shift_labels" else 1
+    pairs = logits[0, : 6 - shift], labels[0, shift:]
+    torch.testing.assert_close(loss, functional.cross_entropy(*pairs, reduction="sum") / 4)

@@ -12,7 +12,27 @@ from loss_core.cross_entropy import cross_entropy
 from loss_core.softmax import log_softmax, softmax
 
 
-class CrossEntropyLoss(torch.nn.Module):
+class _Loss(torch.nn.Module):
+    """Class weights as a buffer, and the options as attributes, which may be set later, as those of torch's losses."""
+
+    weight: Tensor | None
+
+    def __init__(self, weight: Tensor | None, **options: Any) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self._names = tuple(options)
+        for name, value in options.items():
+            setattr(self, name, value)
+
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
+
+    def extra_repr(self) -> str:
+        """The options that are not None."""
+        return ", ".join(f"{name}={value!r}" for name, value in self._options().items() if value is not None)
+
+
+class CrossEntropyLoss(_Loss):
     """``loss_core.cross_entropy`` as a module; a drop-in for ``torch.nn.CrossEntropyLoss`` with classes last.
 
     Args:
@@ -30,8 +50,6 @@ class CrossEntropyLoss(torch.nn.Module):
         1.3863
     """
 
-    weight: Tensor | None
-
     def __init__(
         self,
         weight: Tensor | None = None,
@@ -46,19 +64,10 @@ class CrossEntropyLoss(torch.nn.Module):
         inplace: bool = False,
         backend: str | None = None,
     ) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight)
-        self.options: dict[str, Any] = {
-            "ignore_index": ignore_index,
-            "reduction": reduction,
-            "label_smoothing": label_smoothing,
-            "z_loss": z_loss,
-            "softcap": softcap,
-            "logit_scale": logit_scale,
-            "dim": dim,
-            "inplace": inplace,
-            "backend": backend,
-        }
+        super().__init__(
+            weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss,
+            softcap=softcap, logit_scale=logit_scale, dim=dim, inplace=inplace, backend=backend,
+        )  # fmt: skip
 
     def forward(
         self,
@@ -69,14 +78,12 @@ class CrossEntropyLoss(torch.nn.Module):
         num_items: float | Tensor | None = None,
     ) -> Tensor:
         """The loss of `input` and `target`; see ``loss_core.cross_entropy``."""
-        return cross_entropy(input, target, self.weight, byte_lengths=byte_lengths, num_items=num_items, **self.options)
-
-    def extra_repr(self) -> str:
-        """The options that are not None."""
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items() if value is not None)
+        return cross_entropy(
+            input, target, self.weight, byte_lengths=byte_lengths, num_items=num_items, **self._options()
+        )
 
 
-class CausalLMLoss(torch.nn.Module):
+class CausalLMLoss(_Loss):
     """``loss_core.causal_lm_loss`` as a module.
 
     Args:
@@ -94,8 +101,6 @@ class CausalLMLoss(torch.nn.Module):
         1.3863
     """
 
-    weight: Tensor | None
-
     def __init__(
         self,
         weight: Tensor | None = None,
@@ -109,18 +114,10 @@ class CausalLMLoss(torch.nn.Module):
         inplace: bool = False,
         backend: str | None = None,
     ) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight)
-        self.options: dict[str, Any] = {
-            "ignore_index": ignore_index,
-            "reduction": reduction,
-            "label_smoothing": label_smoothing,
-            "z_loss": z_loss,
-            "softcap": softcap,
-            "logit_scale": logit_scale,
-            "inplace": inplace,
-            "backend": backend,
-        }
+        super().__init__(
+            weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss,
+            softcap=softcap, logit_scale=logit_scale, inplace=inplace, backend=backend,
+        )  # fmt: skip
 
     def forward(
         self,
@@ -134,10 +131,8 @@ class CausalLMLoss(torch.nn.Module):
         """The loss of `logits` and `labels`; see ``loss_core.causal_lm_loss``."""
         return causal_lm_loss(
             logits, labels, shift_labels=shift_labels, weight=self.weight, byte_lengths=byte_lengths,
-            num_items=num_items, **self.options,
+            num_items=num_items, **self._options(),
         )  # fmt: skip
-
-    extra_repr = CrossEntropyLoss.extra_repr
 
 
 class Softmax(torch.nn.Module):
