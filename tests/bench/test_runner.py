@@ -16,6 +16,7 @@ from loss_bench.cases import Case, Options
 from loss_bench.check import check
 from loss_bench.inputs import random_inputs, sets_needed
 from loss_bench.peers import requirements
+from loss_bench.results import INPUTS_TOO_LARGE, OUT_OF_MEMORY
 from loss_bench.runner import CaseRunner, Plan, chosen_backends, first_line
 
 CPU = torch.device("cpu")
@@ -130,6 +131,21 @@ def test_the_first_iterations_are_warmed_up_however_few_there_are(iterations, tu
     plan = Plan(backends=("torch-nn",), passes=("forward", "no-grad"), iterations=iterations, warmup=4)
     *_, log = run((), plan=plan)
     assert log == [(pass_, *turn) for pass_ in ("forward", "no-grad") for turn in turns]
+
+
+@pytest.mark.parametrize("shape", [(1 << 24, 1 << 24), (1 << 40, 1 << 40)], ids=["pages", "64 bits"])
+@pytest.mark.parametrize("names", [("torch-nn", "torch"), ("torch-nn",)], ids=" ".join)
+def test_inputs_that_do_not_fit_are_nobodys_failure(names, shape):
+    rows, *_ = run(names, case=Case("cross_entropy", *shape, "float32"))
+    assert {(row.status, row.reason) for row in rows} == {("unsupported", INPUTS_TOO_LARGE)}
+
+
+def test_a_backend_that_asks_for_too_much_is_out_of_memory(install_backend):
+    signature = "def cross_entropy(logits, target, weight, byte_lengths, num_items, options):\n"
+    install_backend("greedy", signature + "    return logits.new_empty(1 << 24, 1 << 24).sum()\n")
+    install_backend("python", signature + "    raise MemoryError\n")
+    rows, *_ = run(("greedy", "python", "torch-nn"))
+    assert [(row.status, row.reason) for row in rows] == [("unsupported", OUT_OF_MEMORY)] * 2 + [("ok", "")]
 
 
 def test_a_backend_that_breaks_later_loses_the_rest_only(install_backend):

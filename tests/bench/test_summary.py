@@ -74,6 +74,8 @@ def test_pass_and_columns_are_chosen(report, tmp_path):
         ("unsupported", "out of memory", "out of memory"),
         ("unsupported", "the inputs do not fit into the device's memory", "out of memory"),
         ("unsupported", "only on Sundays", "refuses"),
+        ("unsupported", "has no option to reuse the logits' memory", "refuses"),
+        ("unsupported", "needs more shared memory than there is", "refuses"),
         ("timeout", "no sign of life for 300 s", "hangs"),
     ],
 )

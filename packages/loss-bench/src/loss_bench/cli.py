@@ -551,11 +551,15 @@ def compare_command(
     fail_above: Annotated[
         float | None,
         typer.Option(
-            min=0.0, help="Exit with 1 if a median grew by more than this factor, such as 1.05, beyond doubt."
+            min=0.0,
+            help="Exit with 1 if a median is more than this times the old one, such as 1.05, and surely larger.",
         ),
     ] = None,
 ) -> None:
     """Compare two runs: the ratio of the medians of every measurement that both hold, with its interval.
+
+    The interval is that of the ratio if each median is within its own 95% interval; fewer than 6 samples have none, and
+    then nothing is sure.
 
     A measurement that was timed before and now is wrong or fails sets the exit status in any case.
 

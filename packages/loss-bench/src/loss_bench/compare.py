@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
+from rich.text import Text
 
 from loss_bench.cases import shape_title
+from loss_bench.measure import LEAST_SAMPLES
 from loss_bench.results import FAILURES, Report, Row
-from loss_bench.tables import milliseconds
+from loss_bench.tables import NOTHING, milliseconds
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Change:
     Attributes:
         old, new: the rows.
         ratio: new median over old median; above 1 is slower. None unless both were timed.
-        low, high: what the ratio may be, given the intervals of both medians.
+        low, high: what the ratio may be, given the intervals of both medians; None where one of them has no interval.
         broken: the old row was timed and the new one is wrong or failed.
     """
 
@@ -32,11 +34,13 @@ class Change:
 
     @property
     def word(self) -> str:
-        """``slower`` or ``faster`` where the interval leaves no doubt, else ``same``; or what became of the row."""
+        """``slower`` or ``faster`` where the interval leaves no doubt, else ``same``; or why there is neither."""
         if self.broken:
             return f"now {self.new.status}"
-        if self.low is None or self.high is None:
+        if self.ratio is None:
             return "not timed"
+        if self.low is None or self.high is None:
+            return f"fewer than {LEAST_SAMPLES} samples"
         return "slower" if self.low > 1 else "faster" if self.high < 1 else "same"
 
     def fails(self, above: float) -> bool:
@@ -56,30 +60,58 @@ def _change(old: Row, new: Row) -> Change:
     broken = old.status == "ok" and new.status in FAILURES
     if not (old.median_ms and new.median_ms):
         return Change(old, new, None, None, None, broken)
-    old_low, old_high = old.low_ms or old.median_ms, old.high_ms or old.median_ms
-    new_low, new_high = new.low_ms or new.median_ms, new.high_ms or new.median_ms
-    return Change(old, new, new.median_ms / old.median_ms, new_low / old_high, new_high / old_low, broken)
+    ratio, before, now = new.median_ms / old.median_ms, _interval(old), _interval(new)
+    if before is None or now is None:
+        return Change(old, new, ratio, None, None, broken)
+    return Change(old, new, ratio, now[0] / before[1], now[1] / before[0], broken)
+
+
+def _interval(row: Row) -> tuple[float, float] | None:
+    """The 95% interval of the median."""
+    # Files from before have the least and the largest of a few samples there, which is less sure.
+    if not row.low_ms or not row.high_ms or row.samples < LEAST_SAMPLES:
+        return None
+    return row.low_ms, row.high_ms
 
 
 def comparison_table(changes: Sequence[Change], above: float | None) -> Table:
     """The changes as a table, those that fail in red."""
     table = Table(title="new over old", title_justify="left", title_style="bold")
-    for title in ("op", shape_title(change.new.hidden for change in changes), "dtype", "pass", "backend"):
+    labels = _labels([change.new for change in changes])
+    for title in labels:
         table.add_column(title)
     for title in ("old ms", "new ms", "ratio", "interval"):
         table.add_column(title, justify="right")
     table.add_column("")
     for change in changes:
         row = change.new
-        labels = (row.op, row.shape, row.dtype, row.pass_, row.backend)
+        words = (label(row) for label in labels.values())
         times = (milliseconds(change.old.median_ms), milliseconds(row.median_ms))
-        table.add_row(*labels, *times, *_ratio_cells(change), change.word, style=_style(change, above))
+        cells = (*words, *times, *_ratio_cells(change), change.word)
+        table.add_row(*(Text(cell) for cell in cells), style=_style(change, above))
     return table
+
+
+def _labels(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
+    """The titles and cells of the columns that tell measurements apart."""
+    found: dict[str, Callable[[Row], str]] = {
+        "op": lambda row: row.op,
+        shape_title(row.hidden for row in rows): lambda row: row.shape,
+        "dtype": lambda row: row.dtype,
+        "options": lambda row: row.options,
+        "pass": lambda row: row.pass_,
+        "backend": lambda row: row.backend,
+        "device": lambda row: row.device,
+    }
+    alike = [name for name in ("options", "device") if len({found[name](row) for row in rows}) == 1]
+    return {title: label for title, label in found.items() if title not in alike}
 
 
 def _ratio_cells(change: Change) -> tuple[str, str]:
     if change.ratio is None:
-        return "-", "-"
+        return NOTHING, NOTHING
+    if change.low is None or change.high is None:
+        return f"{change.ratio:.3f}", NOTHING
     return f"{change.ratio:.3f}", f"{change.low:.3f} - {change.high:.3f}"
 
 

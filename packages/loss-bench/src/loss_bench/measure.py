@@ -9,6 +9,7 @@ and nothing waits for the GPU until all iterations are in its queue.
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -329,15 +330,15 @@ class Summary:
     Attributes:
         median: the middle sample.
         p20, p80: the percentiles between which three in five samples lie.
-        low, high: a 95% interval of the median, from the order of the samples alone.
+        low, high: a 95% interval of the median, from the order of the samples alone; None if there are too few of them.
         samples: how many there were.
     """
 
     median: float
     p20: float
     p80: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     samples: int
 
     @property
@@ -355,14 +356,27 @@ def summarize(samples: Sequence[float]) -> Summary:
     if not samples:
         raise ValueError("no samples to summarise")
     ordered = sorted(samples)
-    n = len(ordered)
-    # The rank of the median is binomial with p = 1/2: 1.96 standard deviations of sqrt(n) / 2 to either side.
-    reach = 0.98 * n**0.5
-    low = max(0, int(n / 2 - reach))
-    high = min(n - 1, int(n / 2 + reach))
-    return Summary(
-        statistics.median(ordered), percentile(ordered, 20), percentile(ordered, 80), ordered[low], ordered[high], n
-    )
+    n, cut = len(ordered), _samples_outside(len(ordered))
+    low, high = (None, None) if cut is None else (ordered[cut], ordered[n - 1 - cut])
+    return Summary(statistics.median(ordered), percentile(ordered, 20), percentile(ordered, 80), low, high, n)
+
+
+def _samples_outside(n: int) -> int | None:
+    """How many of `n` samples lie on either side of a 95% interval of the median; None if all of them are too few.
+
+    The number of samples below the median is binomial with p = 1/2: each tail may hold 2.5%.
+    """
+    outside, ways, tail = None, 1, 0
+    for k in range(n):
+        tail += ways
+        if 40 * tail > 2**n:
+            break
+        outside, ways = k, ways * (n - k) // (k + 1)
+    return outside
+
+
+LEAST_SAMPLES = next(n for n in itertools.count(1) if _samples_outside(n) is not None)
+"""Fewer have no 95% interval of the median."""
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:

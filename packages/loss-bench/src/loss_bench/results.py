@@ -52,6 +52,9 @@ its process, or the context on the GPU, with it. ``timeout``: it did not come ba
 _BUSY_GPU, _BUSY_HOST = 0.05, 0.25
 _MOMENT_S = 0.2
 
+OUT_OF_MEMORY, INPUTS_TOO_LARGE = "out of memory", "the inputs do not fit into the device's memory"
+"""The reasons of those who are ``unsupported`` for want of memory."""
+
 FAILURES = ("wrong", "error", "crashed", "timeout")
 """The statuses that set the exit status of the command."""
 
@@ -67,7 +70,7 @@ class Row:
         status, reason: see ``STATUSES``.
         note: what a reader has to know about the number, such as that the logits are overwritten.
         median_ms, p20_ms, p80_ms: of the samples.
-        low_ms, high_ms: 95% interval of the median.
+        low_ms, high_ms: 95% interval of the median; null where there are too few samples for one.
         samples: how many.
         gb_s: the pass's fewest bytes over the median.
         copy_share: that as a share of the copy bandwidth of the same process.

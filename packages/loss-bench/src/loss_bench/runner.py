@@ -24,7 +24,7 @@ from loss_bench.calls import BackendRow, Call, check_installed, find_backends, m
 from loss_bench.cases import LINEAR, PASSES, Case, minimal_bytes, minimal_flop
 from loss_bench.check import Verdict, check
 from loss_bench.inputs import Inputs, random_inputs, read_logits, sets_needed
-from loss_bench.results import Row, add_speedups, device_name, environment, new_row
+from loss_bench.results import INPUTS_TOO_LARGE, OUT_OF_MEMORY, Row, add_speedups, device_name, environment, new_row
 
 BASELINE = "torch-nn"
 """What speed-ups refer to: plain ``torch.nn.functional``."""
@@ -181,11 +181,11 @@ class CaseRunner:
         self._announce(f"{case}: inputs", None)
         try:
             inputs = self._inputs(case)
-        except torch.OutOfMemoryError:
-            self._release()
-            failure = ("unsupported", "the inputs do not fit into the device's memory")
-            return [row for backend in self.backends for row in self._failed(case, backend, failure)]
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
+            if _lacks_memory(error):
+                self._release()
+                failure = ("unsupported", INPUTS_TOO_LARGE)
+                return [row for backend in self.backends for row in self._failed(case, backend, failure)]
             # No backend has run yet: the device itself is unusable.
             raise BackendLostError(None, ("error", first_line(error))) from error
         contestants = []
@@ -418,10 +418,18 @@ def attempt(action: Callable[[], Result]) -> tuple[Result | None, Failure | None
         return None, ("unsupported", first_line(error))
     except BackendUnavailable as error:
         return None, ("unavailable", first_line(error))
-    except torch.OutOfMemoryError:
-        return None, ("unsupported", "out of memory")
     except Exception as error:
+        if _lacks_memory(error):
+            return None, ("unsupported", OUT_OF_MEMORY)
         return None, ("error", f"{type(error).__name__}: {first_line(error)}")
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    # On a CPU, and for sizes beyond 64 bits, torch has no exception of its own.
+    words = ("DefaultCPUAllocator", "Storage size calculation overflowed")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def first_line(error: BaseException) -> str:

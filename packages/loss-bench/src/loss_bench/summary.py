@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from loss_bench.cases import LINEAR, shape_title, written_shape
-from loss_bench.results import Report, Row
+from loss_bench.results import INPUTS_TOO_LARGE, OUT_OF_MEMORY, Report, Row
 from loss_bench.tables import NOTHING, TextTable, number, takes_no_part, title_of
 
 _WORDS = {
@@ -86,6 +86,6 @@ def _in_a_word(row: Row) -> str:
     # What a compiler said is all that tells its failures from others.
     if row.status == "error" and re.search("compil", row.reason, re.IGNORECASE):
         return "does not compile"
-    if row.status == "unsupported" and "memory" in row.reason:
+    if row.reason in (OUT_OF_MEMORY, INPUTS_TOO_LARGE):
         return "out of memory"
     return _WORDS[row.status]
