@@ -8,7 +8,10 @@ import weakref
 import loss_core
 import pytest
 import torch
+from loss_core import UnsupportedInput, registry
 from loss_core.reference.pieces import PIECE
+from support.devices import skip_without
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -92,6 +95,53 @@ def test_create_graph_gives_the_right_first_derivative(op):
     wanted = same_in_torch(op, leaf, target)
     (wanted,) = torch.autograd.grad(wanted[..., :1].sum() if op != "cross_entropy" else wanted, leaf)
     torch.testing.assert_close(grad.detach(), wanted, atol=1e-12, rtol=0)
+
+
+# Forward mode
+
+
+@pytest.mark.parametrize("transform", ["dual numbers", "torch.func.jvp"])
+@pytest.mark.parametrize("op", OPS)
+def test_a_tangent_is_right_or_refused(op, transform, backend, device, monkeypatch):
+    """A kernel would drop it, which makes the derivative zero."""
+    skip_without(backend, op)
+    x, tangent = torch.randn(6, 11), torch.randn(6, 11)
+    target = torch.randint(11, (6,))
+
+    def derivative(function, *tensors):
+        if transform == "torch.func.jvp":
+            return torch.func.jvp(function, tensors[:1], tensors[1:])[1]
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(function(forward_ad.make_dual(*tensors))).tangent
+
+    def ours(x, **backend):
+        arguments = (x, target.to(device)) if op == "cross_entropy" else (x,)
+        return getattr(loss_core, op)(*arguments, **backend)
+
+    wanted = derivative(lambda x: same_in_torch(op, x, target), x.double(), tangent.double())
+    monkeypatch.delenv("LOSS_BACKEND", raising=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "AUTOMATIC_ORDER", (backend, "torch"))
+        registry.refresh()
+        try:
+            got = derivative(ours, x.to(device), tangent.to(device))
+        finally:
+            registry.refresh()
+    torch.testing.assert_close(got.cpu().double(), wanted, atol=1e-6, rtol=1e-5)
+    if backend != "torch":
+        with pytest.raises(UnsupportedInput, match=f"'{backend}' has no forward-mode derivative"):
+            derivative(lambda x: ours(x, backend=backend), x.to(device), tangent.to(device))
+    # Without a tangent it is no matter.
+    with forward_ad.dual_level():
+        torch.testing.assert_close(ours(x.to(device), backend=backend), ours(x.to(device), backend="torch"))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_forward_over_reverse_raises(op, backend, device):
+    skip_without(backend, op)
+    x = torch.randn(6, 11, device=device, requires_grad=True)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward (mode )?AD"):
+        call(op, forward_ad.make_dual(x, torch.ones_like(x)), torch.zeros(6, dtype=torch.int64, device=device))
 
 
 # Backward more than once

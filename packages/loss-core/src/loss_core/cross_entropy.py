@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from loss_core import registry
 from loss_core.backend import REDUCTIONS, CrossEntropyForward, CrossEntropyOptions, UnsupportedInput
@@ -33,7 +34,7 @@ from loss_core.canonical import (
     share_memory,
     to_rows,
 )
-from loss_core.derivative import first_derivative_only
+from loss_core.derivative import first_derivative_only, refuse_tangent
 from loss_core.dtypes import FLOATING, INTEGRAL, accumulation_dtype, kind, names
 from loss_core.environment import VALIDATE, has, is_on
 from loss_core.memory import allocator
@@ -534,6 +535,8 @@ def _run_on(
             loss, lse, *rest = result
             result = CrossEntropyForward(loss, lse, None, *rest)
     else:
+        if forward_ad._current_level >= 0:
+            refuse_tangent(input, backend.name)
         logits = input if in_rows and input.stride(1) == 1 else to_rows(input, dim)
         result = module.cross_entropy_forward(
             logits, target, weight, byte_lengths, num_items, options, grad=None, stats=stats

@@ -1,4 +1,4 @@
-"""A loud end to second derivatives, which the kernels do not have."""
+"""A loud end to second derivatives and forward-mode ones, which the kernels do not have."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from loss_core.backend import UnsupportedInput
 
 
 class _FirstDerivativeOnly(torch.autograd.Function):
@@ -30,3 +33,12 @@ def first_derivative_only(grad: Tensor, op: str, *depends_on: Tensor | None) -> 
     Under ``create_graph=True`` a gradient without a graph would silently count as a constant.
     """
     return _FirstDerivativeOnly.apply(grad, op, *depends_on)
+
+
+def refuse_tangent(input: Tensor, backend: str) -> None:
+    """Raise UnsupportedInput if `input` carries a tangent and `backend` has kernels, which would drop it.
+
+    To be called inside a ``forward_ad.dual_level`` alone. The reference's tangents are those of PyTorch's ops.
+    """
+    if backend != "torch" and forward_ad.unpack_dual(input).tangent is not None:
+        raise UnsupportedInput(f"backend {backend!r} has no forward-mode derivative")

@@ -294,7 +294,9 @@ def set_default_backend(name: str | None) -> None:
 def use_backend(name: str) -> Iterator[None]:
     """Make `name` the backend of calls that name none, inside a ``with`` block of this thread or asyncio task.
 
-    What ``torch.compile`` compiled chooses when it runs, its backward too: there the block has to be around both.
+    What ``torch.compile`` compiled chooses when it runs, its backward too: there the block has to be around both. On a
+    GPU autograd runs the backward in a thread of its own, which no block reaches; there ``backend=`` or
+    ``set_default_backend`` is what a compiled backward follows.
 
     Raises:
         BackendUnavailable: if no backend of this name is installed.

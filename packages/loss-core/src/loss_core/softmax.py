@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from loss_core import registry
 from loss_core.backend import UnsupportedInput
 from loss_core.canonical import class_dim, from_rows, on_device_of, to_rows
 from loss_core.columns import from_columns, outer_dims, to_columns
-from loss_core.derivative import first_derivative_only
+from loss_core.derivative import first_derivative_only, refuse_tangent
 from loss_core.dtypes import FLOATING, kind, names
 from loss_core.registry import Backend
 
@@ -92,6 +93,8 @@ def _first_that_can(
 ) -> Tensor:
     def run(choice: Backend) -> Tensor:
         if hasattr(choice.module, f"{op}_forward"):
+            if forward_ad._current_level >= 0:
+                refuse_tangent(input, choice.name)
             return _kernels(op, input, dim, dtype, choice.module, columns)
         # Widened before, not after: its result is rounded to the dtype that it was given.
         widened = to_rows(input, dim).to(torch.promote_types(input.dtype, dtype))
