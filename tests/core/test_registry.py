@@ -154,6 +154,20 @@ def test_an_explicit_choice_never_falls_back(site, monkeypatch):
         loss_core.log_softmax(logits, backend="refuses")
 
 
+def test_a_chosen_backend_that_takes_no_probabilities_is_named(site, monkeypatch):
+    add_distribution(site, "refusing", {"refuses": REFUSES})
+    registry.refresh()
+    message = "backend 'refuses' takes class indices as target, got probabilities"
+    arguments = torch.zeros(2, 3), torch.ones(2, 3)
+    with pytest.raises(UnsupportedInput, match=message):
+        loss_core.cross_entropy(*arguments, backend="refuses")
+    with loss_core.use_backend("refuses"), pytest.raises(UnsupportedInput, match=message):
+        loss_core.cross_entropy(*arguments)
+    monkeypatch.setenv("LOSS_BACKEND", "refuses")
+    with pytest.raises(UnsupportedInput, match=message):
+        loss_core.cross_entropy(*arguments)
+
+
 def test_the_automatic_choice_passes_on_from_one_that_refuses(site, monkeypatch):
     add_distribution(site, "refusing", {"refuses": REFUSES})
     registry.refresh()

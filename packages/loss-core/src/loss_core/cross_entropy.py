@@ -110,7 +110,8 @@ def cross_entropy(
     Args:
         input: logits, floating point, with the classes in dimension `dim`. Any strides.
         target: class indices (int32, int64, uint8) in input's shape without `dim`; or, floating point and in input's
-            shape, class probabilities, whose rows need not sum to one.
+            shape, class probabilities, whose rows need not sum to one. Inside torch.compile these go to the backend
+            ``"torch"`` unless `backend` names another, which may refuse them.
         weight: (V,) weight of each class, or None for 1. It gets no gradient and must not require one.
         ignore_index: rows with this target have loss 0 and a gradient of zeros, whatever their logits.
         reduction: ``"mean"`` divides the sum by the number of rows not ignored (by the sum of their ``weight[y]``
@@ -620,7 +621,7 @@ def _probabilities(
         compute = next(filter(None, (getattr(c.module, "cross_entropy_probabilities", None) for c in candidates)), None)
     if compute is None:
         raise UnsupportedInput(
-            f"backend {backend or 'chosen'!r} takes class indices as target, got probabilities ({target.dtype})"
+            f"backend {backend or registry.chosen()!r} takes class indices as target, got probabilities ({target.dtype})"
         )
     loss = compute(to_rows(input, dim), to_rows(target, dim), weight, num_items, options)
     return loss.view(shape[:dim] + shape[dim + 1 :]) if options.reduction == "none" else loss
