@@ -620,9 +620,8 @@ def _probabilities(
         candidates = registry.candidates("cross_entropy", input.device, backend)
         compute = next(filter(None, (getattr(c.module, "cross_entropy_probabilities", None) for c in candidates)), None)
     if compute is None:
-        raise UnsupportedInput(
-            f"backend {backend or registry.chosen()!r} takes class indices as target, got probabilities ({target.dtype})"
-        )
+        name = backend or registry.chosen()
+        raise UnsupportedInput(f"backend {name!r} takes class indices as target, got probabilities ({target.dtype})")
     loss = compute(to_rows(input, dim), to_rows(target, dim), weight, num_items, options)
     return loss.view(shape[:dim] + shape[dim + 1 :]) if options.reduction == "none" else loss
 
