@@ -408,7 +408,7 @@ def test_the_reference_works_where_kernels_cannot_be_imported(blocked):
 
 
 def test_the_command_line_prints_the_table(tmp_path):
-    add_distribution(tmp_path, "broken", {"broken": "raise ImportError('libfoo is missing')"})
+    add_distribution(tmp_path, "broken", {"broken": "raise ImportError('libfoo is\\n\\tmissing')"})
     program = "import runpy; runpy.run_module('loss_core', run_name='__main__')\nimport sys\n"
     capture = "import io, contextlib\nout = io.StringIO()\nwith contextlib.redirect_stdout(out):\n    " + program
     table = run_python(capture + "report(out.getvalue())", tmp_path).splitlines()
