@@ -99,6 +99,7 @@ def test_unavailable_alone_is_no_failure(tmp_path):
             "label_smoothing=0.1 weight=True is for cross_entropy",
         ),
         (["--json", "/proc/nowhere/r.json"], "cannot be written"),
+        (["--resume", "/proc"], "is a directory"),
         (["--markdown", "/proc"], "cannot be written"),
     ],
 )

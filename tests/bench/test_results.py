@@ -49,14 +49,39 @@ def test_unknown_fields_are_left_out_and_unknown_schemas_refused(report, tmp_pat
     path.write_text(json.dumps({**pairs, "schema": "loss-bench/99"}))
     with pytest.raises(ValueError, match=r"loss-bench/99.*loss-bench/1"):
         read_report(path)
-    path.write_text("{")
-    with pytest.raises(ValueError, match="not JSON"):
-        read_report(path)
+    for data in (b"{", b"\xff\xfe{}", b""):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=r"r.json is not JSON"):
+            read_report(path)
 
 
-@pytest.mark.parametrize("broken", [{}, {"environment": {}, "rows": [{"op": "x"}]}, {"environment": {}, "rows": [3]}])
+ROW = {
+    "op": "softmax", "rows": 4, "classes": 8, "dtype": "float32", "options": "", "pass": "forward", "backend": "b",
+    "distribution": "d", "version": "1", "device": "fake",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {},
+        {"environment": {}, "rows": [{"op": "x"}]},
+        {"environment": {}, "rows": [3]},
+        *({"environment": {}, "rows": [], name: 3} for name in ("environment", "rows", "settings", "train", "sources")),
+        *(
+            {"environment": {}, "rows": [{**ROW, name: value}]}
+            for name, value in (
+                ("median_ms", "fast"), ("rows", 4.5), ("device", None), ("status", "fine"), ("hidden", "8"),
+                ("interrupted", "no"), ("samples", None), ("reason", ["x"]),
+            )
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_a_file_that_breaks_the_schema_is_named(broken, tmp_path):
     path = tmp_path / "broken.json"
+    path.write_text(json.dumps({"schema": SCHEMA, "environment": {}, "rows": [ROW]}))
+    assert read_report(path).rows[0].op == "softmax"
     path.write_text(json.dumps({"schema": SCHEMA, **broken}))
     with pytest.raises(ValueError, match=r"broken.json does not follow 'loss-bench/1'"):
         read_report(path)

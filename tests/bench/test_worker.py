@@ -11,12 +11,14 @@ import sys
 
 import pytest
 import torch
+from loss_bench.accuracy import Accuracy
 from loss_bench.calls import BackendRow
 from loss_bench.cases import Case
 from loss_bench.cli import app
-from loss_bench.results import Report, new_row, read_report
+from loss_bench.results import Report, merge, new_row, read_report
 from loss_bench.runner import BackendLostError, Plan
 from loss_bench.session import Session
+from loss_bench.train import Curve
 from loss_bench.worker import Worker, WorkerError
 from typer.testing import CliRunner
 
@@ -153,6 +155,34 @@ def test_resuming_keeps_the_rows_that_this_run_is_not_about():
     ).run()  # fmt: skip
     # The file is written over after the first case already, with the second and third still to come.
     assert seen[0] == {("softmax", 10), ("cross_entropy", 10), ("cross_entropy", 12)}
+
+
+def test_resuming_over_a_merged_file_loses_nothing_of_it(tmp_path):
+    first = Session(FakeExecutor(), PLAN, CASES).run()
+    first.settings["preset"], first.ceilings, first.command = "seeds", {"copy_gb_s": 7.0}, ["first", "/home/me/x"]
+    other = Report({"device": "other", "torch": "1"}, ceilings={"copy_gb_s": 9.0}, command=["second"])
+    other.rows = [dataclasses.replace(first.rows[0], device="other")]
+    who = ("cross_entropy", 4, 8, "float32", "ordinary", "ours", "d", "1", "other")
+    other.accuracy = [Accuracy(*who).to_json()]
+    other.train = [Curve("ours", "other", "a model", losses=[1.0]).to_json()]
+    other.backends = [{"name": "gone", "distribution": "", "version": "", "ops": [], "available": False, "reason": ""}]
+    path = tmp_path / "all.json"
+    for _ in range(2):
+        merge([other, first] if not path.exists() else [read_report(path)]).write(path)
+        before = read_report(path)
+        # The fake device is that of the second file.
+        resumed = Session(FakeExecutor(), PLAN, CASES, earlier=before).run()
+        resumed.command = ["resumed"]
+        resumed.write(path)
+        after = read_report(path)
+        assert after.rows == [*before.rows[1:], before.rows[0]] or after.rows == before.rows
+        assert (after.train, after.accuracy) == (other.train, other.accuracy)
+        assert [b["name"] for b in after.backends] == ["gone", "a", "b", "c"]
+        assert after.presets == {"seeds"}
+    assert [source["command"] for source in after.sources] == [["resumed"], ["resumed"], ["second"], ["first", "x"]]
+    assert [source["ceilings"]["copy_gb_s"] for source in after.sources] == [1.0, 1.0, 9.0, 7.0]
+    assert after.environment == FakeExecutor.environment
+    assert after.devices == ["fake", "other"]
 
 
 def test_resuming_on_another_device_is_refused():

@@ -171,7 +171,12 @@ def run(
     ] = True,
     resume: Annotated[
         Path | None,
-        typer.Option("--resume", help="JSON of an interrupted run: its finished cases are taken over.", exists=True),
+        typer.Option(
+            "--resume",
+            help="JSON of an interrupted run: its finished cases are taken over.",
+            exists=True,
+            dir_okay=False,
+        ),
     ] = None,
     time_limit: TimeLimitOption = 300.0,
     budget: Annotated[

@@ -14,7 +14,8 @@ A file holds one object::
     train         [the fields of ``train.Curve``], empty but for ``loss-bench train``
     accuracy      [the fields of ``accuracy.Accuracy``], empty but for ``loss-bench accuracy``
     sources       [{"environment", "settings", "ceilings", "command", "created"}] of the files that were merged into
-                  this one, empty otherwise; the fields of the same names above are then those of the first
+                  this one, or of a resumed run and those that it goes on from, empty otherwise; the fields of the same
+                  names above are then those of the first
 
 The rows of a linear op are told apart by ``hidden`` too. Units are part of the names. A number that does not exist is
 null. Readers ignore fields that they do not know; a change that would mislead such a reader raises the number in
@@ -54,6 +55,8 @@ _MOMENT_S = 0.2
 
 OUT_OF_MEMORY, INPUTS_TOO_LARGE = "out of memory", "the inputs do not fit into the device's memory"
 """The reasons of those who are ``unsupported`` for want of memory."""
+
+_OF_A_RUN = ("environment", "settings", "ceilings", "command", "created")
 
 FAILURES = ("wrong", "error", "crashed", "timeout")
 """The statuses that set the exit status of the command."""
@@ -157,7 +160,12 @@ class Row:
         """The row of a JSON object; fields that are not known here are left out."""
         known = {field.name for field in fields(cls)}
         renamed = {("pass_" if name == "pass" else name): value for name, value in pairs.items()}
-        return cls(**{name: value for name, value in renamed.items() if name in known})
+        row = cls(**{name: value for name, value in renamed.items() if name in known})
+        for place in fields(cls):
+            _check_kind(place.name, getattr(row, place.name), *_FIELD_KINDS[place.type])
+        if row.status not in STATUSES:
+            raise TypeError(f"status must be one of {', '.join(STATUSES)}, got {row.status!r}")
+        return row
 
 
 def _finite(value: Any) -> Any:
@@ -183,9 +191,9 @@ class Report:
 
     @property
     def all_sources(self) -> list[dict[str, Any]]:
-        """``sources``, or what this report would be in those of another."""
-        own = ("environment", "settings", "ceilings", "command", "created")
-        return self.sources or [{name: getattr(self, name) for name in own}]
+        """``sources``, this report's own run in front of them if it is none of them."""
+        own = {name: getattr(self, name) for name in _OF_A_RUN}
+        return self.sources if own in self.sources else [own, *self.sources]
 
     @property
     def presets(self) -> set[str]:
@@ -204,12 +212,17 @@ class Report:
         statuses = [row.status for row in self.rows] + [found["status"] for found in self.train + self.accuracy]
         return not set(FAILURES).isdisjoint(statuses)
 
+    def take_over(self, earlier: Report) -> None:
+        """Keep what `earlier` holds beside its rows: curves, errors, backends, and what its numbers come from."""
+        self.train, self.accuracy = list(earlier.train), list(earlier.accuracy)
+        self.backends = _last_of_each([*earlier.backends, *self.backends], ("name",))
+        self.sources = earlier.all_sources
+
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object."""
         pairs = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rows"}
-        # Results are published; where a file lay on the machine is nobody's business and makes runs look different.
-        pairs["command"] = [_without_folder(word) for word in self.command]
-        pairs["settings"] = {name: _without_folder(value) for name, value in self.settings.items()}
+        pairs |= _published({name: pairs[name] for name in _OF_A_RUN})
+        pairs["sources"] = [_published(source) for source in self.all_sources] if self.sources else []
         return {"schema": SCHEMA, **pairs, "rows": [row.to_json() for row in self.rows]}
 
     def write(self, path: Path) -> None:
@@ -218,6 +231,13 @@ class Report:
         unfinished = path.with_name(path.name + ".part")
         unfinished.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
         os.replace(unfinished, path)
+
+
+def _published(run: Mapping[str, Any]) -> dict[str, Any]:
+    # Results are published; where a file lay on the machine is nobody's business and makes runs look different.
+    command = [_without_folder(word) for word in run["command"]]
+    settings = {name: _without_folder(value) for name, value in run["settings"].items()}
+    return {**run, "command": command, "settings": settings}
 
 
 def _without_folder(value: Any) -> Any:
@@ -237,19 +257,38 @@ def read_report(path: Path) -> Report:
     """
     try:
         pairs = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     schema = pairs.get("schema") if isinstance(pairs, dict) else None
     if schema != SCHEMA:
         raise ValueError(f"{path} is of schema {schema!r}; this version reads {SCHEMA!r}")
     known = {f.name for f in fields(Report)} - {"rows"}
     try:
+        for name, kind in _KINDS.items():
+            _check_kind(name, pairs.get(name, kind()), kind)
         rows = [Row.from_json(row) for row in pairs["rows"]]
         report = Report(rows=rows, **{name: value for name, value in pairs.items() if name in known})
         _name_the_device(report)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} does not follow {SCHEMA!r}: {type(error).__name__}: {error}") from error
     return report
+
+
+_KINDS: dict[str, type] = {
+    "environment": dict, "settings": dict, "ceilings": dict, "backends": list, "rows": list, "train": list,
+    "accuracy": list, "command": list, "sources": list,
+}  # fmt: skip
+
+# By the annotations of ``Row``.
+_FIELD_KINDS: dict[object, tuple[type, ...]] = {
+    "str": (str,), "int": (int,), "bool": (bool,), "float | None": (float, int, type(None)),
+    "int | None": (int, type(None)),
+}  # fmt: skip
+
+
+def _check_kind(name: str, value: object, *kinds: type) -> None:
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} must be {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
 
 
 def _name_the_device(report: Report) -> None:

@@ -46,8 +46,8 @@ class Session:
         executor: what runs a case.
         plan: how.
         cases: in order.
-        earlier: a report whose finished cases are taken over rather than measured again. Its other rows stay in the
-            report too, so that it can be written over the file that it was read from.
+        earlier: a report whose finished cases are taken over rather than measured again. Whatever else it holds stays
+            in the report too, so that it can be written over the file that it was read from.
         after_case: called with the number of cases done and the report.
         deadline: moment of `now` at which all cases should be done. What is left is shared out evenly among the cases
             that are left, and becomes fewer iterations.
@@ -79,6 +79,8 @@ class Session:
         self.report.backends = [asdict(backend) for backend in executor.backends]
         self.report.settings = {**_settings(plan), "baseline": BASELINE}
         self._earlier = self._fitting(earlier)
+        if earlier is not None:
+            self.report.take_over(earlier)
         self._found: dict[tuple[object, ...], Row] = {}
         self._add([])
 
@@ -86,8 +88,8 @@ class Session:
         if earlier is None:
             return {}
         device = self.report.environment["device"]
-        if earlier.environment["device"] != device:
-            raise ValueError(f"the earlier run is of {earlier.environment['device']}, this one of {device}")
+        if device not in earlier.devices:
+            raise ValueError(f"the earlier run is of {', '.join(earlier.devices)}, this one of {device}")
         return {row.key: row for row in earlier.rows}
 
     def run(self) -> Report:
