@@ -19,6 +19,8 @@ REFUSED = [
     ({"target": TARGET[0]}, ValueError, r"target must have shape \(2, 3\) for input of shape \(2, 3, 5\).*got \(3,\)"),
     ({"dim": 1}, ValueError, r"target must have shape \(2, 5\) .* with classes in dim 1, got \(2, 3\)"),
     ({"dim": 3}, IndexError, r"expected to be in \[-3, 2\] for input of shape \(2, 3, 5\), got 3"),
+    ({"dim": 1.5}, TypeError, "dim must be an integer, got float"),
+    ({"dim": None}, TypeError, "dim must be an integer, got NoneType"),
     ({"target": torch.zeros(2, 3)}, ValueError, r"target must have shape \(2, 3, 5\)"),
     ({"target": torch.zeros(2, 3, 5), "ignore_index": 1}, ValueError, "ignore_index is for class indices"),
     ({"target": TARGET.to("meta")}, ValueError, "target must be on input's device cpu, got meta"),
@@ -135,6 +137,9 @@ def test_softmax_refuses(op):
         op(torch.zeros(3, dtype=torch.int64))
     with pytest.raises(TypeError, match="dtype must be one of float16, .*, got torch.int32"):
         op(torch.zeros(3), dtype=torch.int32)
+    for dim, got in ((1.0, "float"), (None, "NoneType"), ([0], "list")):
+        with pytest.raises(TypeError, match=f"dim must be an integer, got {got}"):
+            op(torch.zeros(3), dim)
     with pytest.raises(IndexError, match=r"expected to be in \[-1, 0\] for input of shape \(3,\), got 1"):
         op(torch.zeros(3), 1)
 

@@ -9,11 +9,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from loss_core.dtypes import kind
+
 T = TypeVar("T")
 
 
 def class_dim(shape: torch.Size, dim: int, name: str = "input") -> int:
     """`dim` counted from 0; an IndexError in torch's words if `shape` has no such dimension."""
+    if not (isinstance(dim, int) or hasattr(dim, "__index__")):
+        raise TypeError(f"dim must be an integer, got {kind(dim)}")
     dims = max(len(shape), 1)
     if not -dims <= dim < dims:
         raise IndexError(
