@@ -87,6 +87,18 @@ def test_command(bad_backends, tmp_path):
     assert len(overview) == 2 * 3
 
 
+@pytest.mark.parametrize("others", ["", ",torch-nn"])
+def test_a_backend_that_has_no_errors_is_named_with_the_reason(others, tmp_path):
+    markdown = tmp_path / "a.md"
+    words = ["accuracy", "softmax", "-b", "quack,torch-linear" + others, "-s", "8x20", "-d", "fp32", "-q"]
+    result = CliRunner().invoke(app, [*words, "--device", "cpu", "--in-process", "--markdown", str(markdown)])
+    assert result.exit_code == 0, result.output
+    for shown in (result.output, markdown.read_text()):
+        assert "not run: quack: needs a CUDA device" in shown
+        assert "not run: torch-linear: has no softmax" in shown
+        assert shown.count("worst error against float64") == bool(others)
+
+
 def test_a_backend_that_takes_its_process_with_it_costs_nobody_else_a_row(install_backend, tmp_path):
     signature = "def cross_entropy(logits, target, weight, byte_lengths, num_items, options):\n"
     install_backend("deadly", signature + "    import os; os._exit(7)\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -93,6 +94,9 @@ def test_unavailable_alone_is_no_failure(tmp_path):
         (["tanh"], "unknown op"),
         (["causal_lm_loss", "--reduction", "none"], "scalar reduction"),
         (["--softcap", "-1"], "softcap must be positive, got -1.0"),
+        (["--softcap", "inf"], "softcap must be a finite number, got inf"),
+        (["--softcap", "nan"], "softcap must be a finite number, got nan"),
+        (["--z-loss", "inf"], "z_loss must be a finite number, got inf"),
         (["--device", "gpu-of-my-friend"], "no device is called"),
         (
             ["softmax", "--preset", "tiny", "--weight", "--label-smoothing", "0.1"],
@@ -113,6 +117,29 @@ def test_a_misspelt_backend_is_named_and_costs_nothing(command):
     output = " ".join(invoke(*words, status=2).output.split())
     assert "no backend named 'torch-mm' is installed; installed: cce, " in output
     assert "torch-nn" in output
+
+
+def test_what_is_named_twice_is_measured_once(tmp_path):
+    path, twice = tmp_path / "r.json", ["-b", "torch-nn, torch-nn", "-b", "torch-nn"]
+    here = ["--quiet", "--device", "cpu", "--in-process", "--json", path]
+    invoke("run", "softmax", "softmax", "-s", "4x9,4x9", "--pass", "no-grad,no-grad", *twice, "--iters", "3", *here)
+    assert [pairs["name"] for pairs in read_report(path).backends] == ["torch-nn"]
+    assert len(rows_of(path)) == 1
+    invoke("train", "--steps", "2", "--batch", "2", "--context", "8", *twice, *here)
+    assert [curve["backend"] for curve in read_report(path).train] == ["torch-nn"]
+    invoke("accuracy", "softmax", "-s", "4x9", "--kind", "equal,equal", "-d", "fp32,float32", *twice, *here)
+    assert len(read_report(path).accuracy) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_train_gives_the_loss_logits_of_the_dtype_that_it_names(dtype, tmp_path):
+    saved, path = tmp_path / "step.safetensors", tmp_path / "t.json"
+    words = ["train", "-b", "torch", "--steps", "2", "--batch", "2", "--context", "8", "--dtype", dtype]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        invoke(*words, "--quiet", "--device", "cpu", "--in-process", "--save-logits", saved, "--json", path)
+    assert load_file(saved)["logits"].dtype == getattr(torch, dtype)
+    assert dtype in read_report(path).train[0]["setup"]
 
 
 def test_options_and_sweeps_reach_the_rows(tmp_path):

@@ -8,13 +8,14 @@ import re
 import shutil
 import subprocess
 
+import loss_core
 import pytest
 from loss_bench.results import Report, merge
 
 pytest.importorskip("jinja2", reason="the extra loss-bench[report] is not installed")
 pytest.importorskip("matplotlib", reason="the extra loss-bench[report] is not installed")
 from loss_bench.page import to_html
-from loss_bench.plots import write_plots
+from loss_bench.plots import plots, write_plots
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (Debian: apt install chromium)")
@@ -127,6 +128,14 @@ def test_each_of_two_devices_has_its_plots_and_its_environment(report, make_row)
     assert "Environment of run 2" in text
     # The plots of the first stay, though the second has nothing to draw.
     assert text.count("<figure>") == 3
+
+
+def test_every_backend_has_a_colour_of_its_own(make_row):
+    names = [found.name for found in loss_core.list_backends()]
+    assert len(names) >= 12
+    report = Report({"device": "fake"}, rows=[make_row(backend=n, median_ms=1.0, copy_share=0.5) for n in names])
+    ((_, _, figure),) = plots(report)
+    assert len({bar.get_facecolor() for bar in figure.axes[0].patches}) == len(names)
 
 
 def test_plots_are_written_as_png_and_svg(report, tmp_path):

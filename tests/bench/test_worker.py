@@ -55,6 +55,20 @@ def test_a_worker_that_cannot_start_says_why():
         Worker(Plan(backends=("nobody",)), CPU)
 
 
+def test_ctrl_c_while_the_worker_starts_ends_it(monkeypatch):
+    started = []
+
+    def interrupted(self, child, kind, keep=None):
+        started.append(child._process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Worker, "_await", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Worker(Plan(backends=("torch",)), CPU)
+    (process,) = started
+    assert not process.is_alive()
+
+
 class FakeExecutor:
     """Runs nothing; loses the backends that it is told to."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -72,6 +73,9 @@ class Options:
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"unknown reduction {self.reduction!r}; known: {', '.join(REDUCTIONS)}")
+        for name in ("z_loss", "softcap"):
+            if not math.isfinite(getattr(self, name) or 0.0):
+                raise ValueError(f"{name} must be a finite number, got {getattr(self, name)}")
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap must be positive, got {self.softcap}")
 
@@ -263,8 +267,8 @@ def parse_vocabulary(text: str) -> int:
 
 
 def words(values: Iterable[str] | None) -> list[str]:
-    """The words of an option that may be repeated and may hold commas."""
-    return [word.strip() for value in values or () for word in value.split(",") if word.strip()]
+    """The words of an option that may be repeated and may hold commas; each once, or it would be measured twice."""
+    return list(dict.fromkeys(word.strip() for value in values or () for word in value.split(",") if word.strip()))
 
 
 class Size(NamedTuple):

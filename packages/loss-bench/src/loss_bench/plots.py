@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Distinguishable with a colour-vision deficiency and on a dark page.
-_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#ee8866", "#77aadd")
+_COLOURS = (
+    "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#ee8866", "#77aadd", "#332288",
+    "#999933", "#882255", "#000000", "#44aa99",
+)  # fmt: skip
 _SWEEP_LEAST = 3
 
 
@@ -112,7 +115,7 @@ def _sweep(title: str, rows: Sequence[Row], colours: dict[str, str]) -> Figure:
     if shares:
         axes.axhline(100, color="#888888", linestyle="--", linewidth=1, label=_limit(rows))
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8, frameon=False)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     return figure
 
 

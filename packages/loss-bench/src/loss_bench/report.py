@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from loss_bench.accuracy import Accuracy
 from loss_bench.cases import LINEAR, shape_title
 from loss_bench.results import FAILURES, Report, Row, doubts
 from loss_bench.summary import summary_tables
@@ -263,10 +264,21 @@ def _status_style(status: str) -> str:
 
 
 def footnotes(report: Report) -> list[str]:
-    """How to read the tables of timings, and who is missing from them."""
+    """How to read the tables of timings, and who is missing from all tables."""
+    errors = map(Accuracy.from_json, report.accuracy)
+    absent: list[Row | Accuracy] = [row for row in report.rows if takes_no_part(row)]
+    absent += [row for row in errors if row.status == "unavailable"]
+    missing = dict.fromkeys((row.backend, row.reason, on_device(report, row.device)) for row in absent)
+    return [
+        *_timing_footnotes(report),
+        *(f"not run{where and ' ' + where}: {name}: {reason}" for name, reason, where in missing),
+    ]
+
+
+def _timing_footnotes(report: Report) -> list[str]:
     if not report.rows:
         return []
-    lines = [
+    return [
         (
             "GB/s: the fewest bytes that the pass has to move over its median; % of copy: against a copy in this "
             "process. graph: replayed as a CUDA graph, without the host. x torch: torch.nn.functional's median over "
@@ -276,9 +288,6 @@ def footnotes(report: Report) -> list[str]:
         *_linear_footnote(report),
         "error: against float64, relative (norm of the difference over the norm).",
     ]
-    absent = filter(takes_no_part, report.rows)
-    missing = dict.fromkeys((row.backend, row.reason, on_device(report, row.device)) for row in absent)
-    return lines + [f"not run{where and ' ' + where}: {name}: {reason}" for name, reason, where in missing]
 
 
 def _linear_footnote(report: Report) -> list[str]:

@@ -161,7 +161,7 @@ def accuracy_tables(report: Report) -> list[TextTable]:
     for device in dict.fromkeys(row.device for row in rows):
         where = on_device(report, device)
         members = [row for row in rows if row.device == device and row.status != "unavailable"]
-        tables += [_overview(members, where), *_details(members, where)]
+        tables += [_overview(members, where), *_details(members, where)] if members else []
     return tables
 
 

@@ -162,6 +162,8 @@ def train_one(
     """Train one model; `saved` receives logits and labels of the last step."""
     torch.manual_seed(seed)
     model = LanguageModel(size.vocabulary, size.width, size.layers, size.heads, size.context).to(device)
+    if size.dtype == "float64":
+        model.double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     growing = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / _WARMUP_STEPS))
     rows = size.batch * size.context
@@ -201,7 +203,7 @@ def _step(
     """One step; its loss, and a function that gives the seconds spent in the loss once the step is done."""
     tokens = batch.long()
     dtype = DTYPES[size.dtype]
-    with torch.autocast(batch.device.type, dtype=dtype, enabled=dtype != torch.float32):
+    with torch.autocast(batch.device.type, dtype=dtype, enabled=dtype.itemsize < torch.float32.itemsize):
         logits = model(tokens[:, :-1])
     labels = tokens[:, 1:].reshape(-1)
     flat = logits.view(-1, logits.shape[-1])

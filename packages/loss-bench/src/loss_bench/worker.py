@@ -57,6 +57,10 @@ class Worker:
         except BackendLostError as error:
             self.close()
             raise WorkerError(f"the worker process did not start: {error.failure[1]}") from error
+        except BaseException:
+            # After Ctrl-C it would go on loading, and this process would wait for it.
+            self.close()
+            raise
         if isinstance(hello, str):
             self.close()
             raise WorkerError(hello)
