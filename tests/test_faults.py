@@ -268,3 +268,48 @@ def test_saved_logits_that_come_back_lying_otherwise(reduction, padding, backend
     for again in (False, True):
         (grad,) = torch.autograd.grad(loss, logits, upstream.to(device), retain_graph=not again)
         torch.testing.assert_close(grad.cpu().double(), truth, atol=1e-6, rtol=1e-5)
+
+
+def negative_view(values):
+    """A tensor of these values whose memory holds them with the other sign."""
+    # As z.conj().imag is one, but contiguous.
+    return torch._neg_view(-values)
+
+
+@pytest.mark.parametrize(
+    ("what", "reduction"),
+    [("logits", "mean"), ("logits", "none"), ("upstream", "mean"), ("upstream", "none"), ("weight", "mean"),
+     ("num_items", "mean")],
+)  # fmt: skip
+def test_negative_views_in_cross_entropy(reduction, what, backend, device):
+    logits, target = torch.randn(5, 7), torch.tensor([1, -100, 0, 6, 3])
+    upstream = torch.randn((5,) if reduction == "none" else ())
+    options = {"weight": {"weight": torch.rand(7)}, "num_items": {"num_items": torch.tensor([2.0])}}.get(what, {})
+    exact = logits.double().requires_grad_()
+    weight = options["weight"].double() if what == "weight" else None
+    wanted = functional.cross_entropy(exact, target, weight, reduction=reduction) * (2 if what == "num_items" else 1)
+    (wanted_grad,) = torch.autograd.grad(wanted, exact, upstream.double())
+    tensors = {"logits": logits, "upstream": upstream, **options}
+    tensors = {name: (negative_view if name == what else torch.clone)(of.to(device)) for name, of in tensors.items()}
+    logits, upstream, target = tensors.pop("logits").requires_grad_(), tensors.pop("upstream"), target.to(device)
+    loss, grad = loss_and_gradient(logits, target, backend, upstream, reduction=reduction, **tensors)
+    alone = loss_core.cross_entropy(logits.detach(), target, backend=backend, reduction=reduction, **tensors)
+    for result in (loss, alone):
+        torch.testing.assert_close(result.cpu().double(), wanted.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(grad.cpu().double(), wanted_grad, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("dim", [-1, 0])
+@pytest.mark.parametrize("what", ["input", "upstream"])
+def test_negative_views_in_softmax(what, dim, op, backend, device):
+    input, upstream = torch.randn(6, 40), torch.randn(6, 40)
+    exact = input.double().requires_grad_()
+    wanted = getattr(torch, op)(exact, dim)
+    (wanted_grad,) = torch.autograd.grad(wanted, exact, upstream.double())
+    input, upstream = input.to(device), upstream.to(device)
+    input, upstream = (negative_view(input), upstream) if what == "input" else (input, negative_view(upstream))
+    output = getattr(loss_core, op)(input.requires_grad_(), dim, backend=backend)
+    (grad,) = torch.autograd.grad(output, input, upstream)
+    torch.testing.assert_close(output.detach().cpu().double(), wanted.detach(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(grad.cpu().double(), wanted_grad, atol=1e-6, rtol=1e-5)

@@ -28,6 +28,8 @@ def class_dim(shape: torch.Size, dim: int, name: str = "input") -> int:
 
 def to_rows(input: Tensor, dim: int) -> Tensor:
     """`input` as (rows, classes) with stride 1 along classes: a view where its strides permit, else a copy."""
+    # What lies in the memory of a negative view has the other sign.
+    input = input.resolve_neg()
     if input.dim() != 2 or dim != 1:
         moved = input if dim == input.dim() - 1 or input.dim() == 0 else input.movedim(dim, -1)
         classes = moved.shape[-1] if moved.dim() else 1

@@ -36,7 +36,7 @@ def outer_dims(input: Tensor, dim: int) -> int | None:
 
 def to_columns(input: Tensor, dim: int, outer: int) -> Tensor:
     """`input` as (outer, classes, inner) with stride 1 along inner: a view where its strides permit, else a copy."""
-    moved = input.movedim(dim, outer)
+    moved = input.resolve_neg().movedim(dim, outer)
     shape = moved.shape
     columns = moved.reshape(math.prod(shape[:outer]), shape[outer], math.prod(shape[outer + 1 :]))
     return columns if columns.stride(2) == 1 else columns.contiguous()

@@ -160,6 +160,7 @@ def cross_entropy(
         and torch.is_grad_enabled()
         and not torch.compiler.is_dynamo_compiling()
         and not torch._C._are_functorch_transforms_active()
+        and not input.is_neg()
     ):
         usual = _usual(
             input.dtype, input.shape, input.stride(), input.data_ptr() % 16, input.device,
@@ -359,7 +360,7 @@ def _weight(weight: Tensor, input: Tensor, classes: int) -> Tensor:
     if weight.device != input.device:
         raise ValueError(f"weight must be on input's device {input.device}, got {weight.device}")
     _without_gradient("weight", weight)
-    return weight.detach().to(accumulation_dtype(input.dtype)).contiguous()
+    return weight.detach().to(accumulation_dtype(input.dtype)).contiguous().resolve_neg()
 
 
 def _without_gradient(name: str, value: Tensor) -> None:
@@ -403,7 +404,7 @@ def _num_items(num_items: float | Tensor, input: Tensor, reduction: str) -> floa
     if num_items.numel() != 1:
         raise ValueError(f"num_items must have one element, got shape {tuple(num_items.shape)}")
     _without_gradient("num_items", num_items)
-    num_items = num_items.detach().reshape(1)
+    num_items = num_items.detach().reshape(1).resolve_neg()
     if num_items.device.type == "cpu" and not torch.compiler.is_compiling():
         return float(num_items.item())
     # What a CPU is sent without waiting has not arrived yet when it is read.
@@ -538,7 +539,7 @@ def _run_on(
     else:
         if forward_ad._current_level >= 0:
             refuse_tangent(input, backend.name)
-        logits = input if in_rows and input.stride(1) == 1 else to_rows(input, dim)
+        logits = input if in_rows and input.stride(1) == 1 and not input.is_neg() else to_rows(input, dim)
         result = module.cross_entropy_forward(
             logits, target, weight, byte_lengths, num_items, options, grad=None, stats=stats
         )
@@ -699,12 +700,13 @@ class _UsualCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         input, target = ctx.saved_tensors
+        grad_loss = grad_loss.resolve_neg()
         usual, lse, denominator = ctx.rest
         in_forward = ctx.grad is not None
         grad = ctx.grad if in_forward else usual.new(*usual.gradient)
         # Autograd copies a gradient that somebody else still holds.
         ctx.grad = None
-        if input.stride() == usual.strides and input.data_ptr() % 16 == usual.offset:
+        if input.stride() == usual.strides and input.data_ptr() % 16 == usual.offset and not input.is_neg():
             usual.backward(grad_loss, input, target, lse, denominator, grad, in_forward)
         else:
             # A hook for saved tensors may give back other ones, such as what it had moved to the CPU.
@@ -734,6 +736,7 @@ def _gradient(ctx: Any, grad_loss: Tensor) -> Tensor:
     saved, target, weight, *results = ctx.saved_tensors
     lse, denominator = results or ctx.results
     options, dim, backend, overwrite, rows_saved, shape = ctx.call
+    grad_loss = grad_loss.resolve_neg()
     # Taken out of ctx: autograd copies a gradient that somebody else still holds.
     grad, ctx.grad = ctx.grad, None
     if saved is None:
@@ -868,6 +871,7 @@ def _backward_op(
     backend: str | None,
 ) -> Tensor:
     options = CrossEntropyOptions(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
+    grad_loss = grad_loss.resolve_neg()
     logits = to_rows(input, dim)
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
