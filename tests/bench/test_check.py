@@ -252,6 +252,30 @@ def test_a_truth_that_is_infinite_or_nan_is_right_and_a_number_in_its_place_is_n
         assert not check(case, lambda *t: plain(*t).nan_to_num(1.0, 1.0, 1.0), inputs, grad=False).right
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("softcap", [0.3, 1.0, 3.0, 15.0])
+@pytest.mark.parametrize("hidden", [None, 32], ids=["logits", "linear"])
+def test_a_softcap_that_saturates_leaves_right_gradients_right(dtype, softcap, hidden):
+    """Its slope is 1 minus a number near 1 there, which no arithmetic has to more than its own rounding."""
+
+    def capped(bend):
+        def call(*tensors):
+            *leaves, target = tensors
+            logits = F.linear(*leaves).double() if hidden else leaves[0].double()
+            return F.cross_entropy(bend(logits), target)
+
+        return call
+
+    def flat(logits):
+        return logits + (softcap * torch.tanh(logits / softcap) - logits).detach()
+
+    case = Case("linear_cross_entropy" if hidden else "cross_entropy", 48, 300, dtype, Options(softcap=softcap), hidden)
+    for call in (make_call(case, "torch-nn"), capped(lambda logits: softcap * torch.tanh(logits / softcap))):
+        verdict = verdict_of(case, call)
+        assert "gradient" not in verdict.reason, verdict.reason
+    assert "gradient" in verdict_of(case, capped(flat)).reason
+
+
 def test_counting_ignored_rows_in_the_mean_is_found():
     def call(logits, target):
         return F.cross_entropy(logits, target, reduction="sum") / len(target)

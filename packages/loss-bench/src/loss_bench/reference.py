@@ -38,6 +38,8 @@ class CrossEntropyRows:
 
     def __init__(self, case: Case, logits: Tensor, target: Tensor, weight: Tensor | None) -> None:
         self._options = case.options
+        arithmetic = torch.float64 if case.dtype == "float64" else torch.float32
+        self._arithmetic_units = torch.finfo(arithmetic).eps / torch.finfo(case.torch_dtype).eps
         x = logits.double()
         if case.options.softcap is not None:
             x = case.options.softcap * torch.tanh(x / case.options.softcap)
@@ -84,7 +86,8 @@ class CrossEntropyRows:
         terms.scatter_add_(1, self._target, own.abs())
         if self._options.softcap is not None:
             slope = 1 - (self._x / self._options.softcap).square()
-            grad, terms = grad * slope, terms * slope + terms * torch.finfo(torch.float32).eps
+            # Near 0 it is the difference of two numbers near 1, in the arithmetic that the result is rounded from.
+            grad, terms = grad * slope, terms * (slope + self._arithmetic_units)
         return grad, terms
 
 
