@@ -154,37 +154,43 @@ def _capped(x: Tensor, softcap: float | None) -> Tensor:
     return x if softcap is None else softcap * torch.tanh(x / softcap)
 
 
-def _from_peak(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x relative to its row's maximum; the logsumexp of that; and the logsumexp of x. The latter two (rows, 1).
-
-    The difference of the first two keeps the digits that the rounding of a large lse takes from lse - x. As in torch's
-    log_softmax, the lse is NaN where a logit is +inf.
-    """
+def _below_peak(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x relative to its row's maximum, and that maximum (rows, 1)."""
     peak = x.amax(-1, keepdim=True)
     # A row without a finite maximum has nothing to be relative to.
     peak = torch.where(peak.isfinite(), peak, 0)
-    below = x - peak
-    log_sum = below.exp().sum(-1, keepdim=True).log()
-    log_sum = torch.where(log_sum == torch.inf, torch.nan, log_sum)
-    return below, log_sum, log_sum + peak
+    return x - peak, peak
+
+
+def _log_sum(exponentials: Tensor) -> Tensor:
+    """The logarithm of the sum over the classes (rows, 1); NaN, as torch's log_softmax, where a logit is +inf.
+
+    Of exponentials relative to the maximum it keeps the digits that the rounding of a large lse takes from lse - x.
+    """
+    log_sum = exponentials.sum(-1, keepdim=True).log()
+    return torch.where(log_sum == torch.inf, torch.nan, log_sum)
 
 
 def _row_loss(
     x: Tensor, targets: _Targets, weight: Tensor | None, options: CrossEntropyOptions
 ) -> tuple[Tensor, Tensor]:
     """The losses of rows, and their lse."""
-    smoothing = options.label_smoothing
-    below, log_sum, lse = _from_peak(x)
-    lse = lse.squeeze(-1)
+    smoothing, classes = options.label_smoothing, x.shape[-1]
     index = targets.index.unsqueeze(-1)
+    below, peak = _below_peak(x)
+    below_target = below.gather(-1, index).squeeze(-1)
+    if smoothing > 0:
+        below_all, mass = (below.sum(-1), classes) if weight is None else ((below * weight).sum(-1), weight.sum())
+    # In place: a second tensor of this size costs a CPU more than the exponentials do.
+    log_sum = _log_sum(below.exp_())
+    lse = (log_sum + peak).squeeze(-1)
+    log_sum = log_sum.squeeze(-1)
     if options.total_classes is not None:
         x_target = torch.where(targets.here, x.gather(-1, index).squeeze(-1), 0)
         return torch.where(targets.live, -targets.weight * x_target, 0), lse
-    loss = targets.weight * (log_sum - below.gather(-1, index)).squeeze(-1)
+    loss = targets.weight * (log_sum - below_target)
     if smoothing > 0:
-        shifted = log_sum - below
-        uniform = (shifted if weight is None else shifted * weight).sum(-1)
-        loss = (1 - smoothing) * loss + smoothing / x.shape[-1] * uniform
+        loss = (1 - smoothing) * loss + smoothing / classes * (mass * log_sum - below_all)
     if options.z_loss > 0:
         loss = loss + options.z_loss * lse**2
     return torch.where(targets.live, loss, 0), lse
@@ -221,11 +227,12 @@ class _Probabilities(torch.autograd.Function):
         loss = torch.empty(logits.shape[0], dtype=accumulation_dtype(logits.dtype), device=logits.device)
         for rows in pieces(logits):
             x, mass = _piece(logits[rows], target[rows], weight, options)
-            below, log_sum, lse = _from_peak(x)
+            below, peak = _below_peak(x)
+            log_sum = _log_sum(below.exp())
             # 0 * inf is NaN, but a class without probability adds nothing.
             loss[rows] = torch.where(mass == 0, 0, mass * (log_sum - below)).sum(-1)
             if options.z_loss > 0:
-                loss[rows] += options.z_loss * lse.squeeze(-1) ** 2
+                loss[rows] += options.z_loss * (log_sum + peak).squeeze(-1) ** 2
         ctx.save_for_backward(logits, target, weight)
         ctx.options = options
         return loss
@@ -267,14 +274,15 @@ def _write_gradients(
     grad_target: Tensor | None,
 ) -> None:
     x, mass = _piece(logits, target, weight, options)
-    below, log_sum, lse = _from_peak(x)
+    below, peak = _below_peak(x)
+    log_sum = _log_sum(below.exp())
     upstream = grad_loss.unsqueeze(-1)
     if grad_target is not None:
         of_target = log_sum - below
         factor = upstream * (1 - options.label_smoothing)
         grad_target.copy_((of_target if weight is None else of_target * weight) * factor)
     if grad_logits is not None:
-        grad = torch.exp(below - log_sum) * (mass.sum(-1, keepdim=True) + 2 * options.z_loss * lse) - mass
+        grad = torch.exp(below - log_sum) * (mass.sum(-1, keepdim=True) + 2 * options.z_loss * (log_sum + peak)) - mass
         if options.softcap is not None:
             grad *= 1 - (x / options.softcap) ** 2
         grad_logits.copy_(grad * (upstream * options.logit_scale))
