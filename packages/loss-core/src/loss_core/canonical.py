@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 def class_dim(shape: torch.Size, dim: int, name: str = "input") -> int:
     """`dim` counted from 0; an IndexError in torch's words if `shape` has no such dimension."""
+    # Dynamo cannot trace the second question for an int.
     if not (isinstance(dim, int) or hasattr(dim, "__index__")):
         raise TypeError(f"dim must be an integer, got {kind(dim)}")
     dims = max(len(shape), 1)
@@ -50,6 +51,12 @@ def from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
     if dim == len(shape) - 1 or not shape:
         return rows.view(shape)
     return rows.view(*shape[:dim], *shape[dim + 1 :], shape[dim]).movedim(-1, dim)
+
+
+def sent_to(device: torch.device, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`tensor` on `device`, and in `dtype` if given, without waiting for it where that is safe."""
+    # What a CPU is sent without waiting has not arrived yet when it is read.
+    return tensor.to(device, dtype, non_blocking=device.type != "cpu")
 
 
 def may_be_overwritten(rows: Tensor, input: Tensor) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loss_core.canonical import sent_to
 from loss_core.cross_entropy import cross_entropy
 from loss_core.dtypes import FLOATING, INTEGRAL, kind, names
 
@@ -105,8 +106,7 @@ def _moved(name: str, labels: Tensor, shift_labels: Tensor | None, logits: Tenso
             f"{name} must have shape {tuple(logits.shape[:-1])} for logits of shape {tuple(logits.shape)}, "
             f"got {tuple(labels.shape)}"
         )
-    # What a CPU is sent without waiting has not arrived yet when it is read.
-    return labels.to(logits.device, non_blocking=logits.device.type != "cpu")
+    return sent_to(logits.device, labels)
 
 
 def _shifted(labels: Tensor, last: int) -> Tensor:

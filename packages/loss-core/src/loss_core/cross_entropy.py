@@ -30,6 +30,7 @@ from loss_core.canonical import (
     is_current,
     may_be_overwritten,
     on_device_of,
+    sent_to,
     several_devices,
     share_memory,
     to_rows,
@@ -407,8 +408,7 @@ def _num_items(num_items: float | Tensor, input: Tensor, reduction: str) -> floa
     num_items = num_items.detach().reshape(1).resolve_neg()
     if num_items.device.type == "cpu" and not torch.compiler.is_compiling():
         return float(num_items.item())
-    # What a CPU is sent without waiting has not arrived yet when it is read.
-    return num_items.to(input.device, accumulation_dtype(input.dtype), non_blocking=input.device.type != "cpu")
+    return sent_to(input.device, num_items, accumulation_dtype(input.dtype))
 
 
 def _check_range(target: Tensor, classes: int, ignore_index: int, shape: torch.Size) -> None:

@@ -239,19 +239,17 @@ class _Probabilities(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if not torch.is_grad_enabled():
-            return *_gradients(ctx, grad_loss), None, None
         with torch.no_grad():
             grads = _gradients(ctx, grad_loss)
-        depends_on = grad_loss, *ctx.saved_tensors[:2]
-        return (
-            *(None if grad is None else first_derivative_only(grad, "cross_entropy", *depends_on) for grad in grads),
-            None,
-            None,
-        )
+        if torch.is_grad_enabled():
+            depends_on = grad_loss, *ctx.saved_tensors[:2]
+            grads = [
+                grad if grad is None else first_derivative_only(grad, "cross_entropy", *depends_on) for grad in grads
+            ]
+        return *grads, None, None
 
 
-def _gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _gradients(ctx: Any, grad_loss: Tensor) -> list[Tensor | None]:
     """The gradients with respect to logits and target that ``_Probabilities`` needs."""
     logits, target, weight = ctx.saved_tensors
     options: CrossEntropyOptions = ctx.options
@@ -261,7 +259,7 @@ def _gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | Non
         # A function, so that its temporaries are gone before those of the next piece are made.
         of_logits, of_target = (None if grad is None else grad[rows] for grad in (grad_logits, grad_target))
         _write_gradients(logits[rows], target[rows], weight, grad_loss[rows], options, of_logits, of_target)
-    return grad_logits, grad_target
+    return [grad_logits, grad_target]
 
 
 def _write_gradients(
