@@ -22,26 +22,32 @@ class Preparing:
     def unavailable_reason(self, device):
         return None
 
-    def cross_entropy_prepare(self, *facts):
-        self.asked.append(facts)
+    def cross_entropy_prepare(self, *facts, gradient):
+        self.asked.append((*facts, gradient))
         if self.refusing:
             raise UnsupportedInput("not today")
         if self.nothing:
             return None
-        options = facts[-1]
+        rows, options = facts[3], facts[-1]
 
         def forward(logits, target, grad):
             self.called.append("forward")
+            assert (grad is not None) == gradient
             result = reference.cross_entropy_forward(logits, target, None, None, None, options, grad=grad, stats=False)
-            return result[:3]
+            if not gradient:
+                return result.loss, None
+            behind = torch.full((3,), float("nan"), dtype=result.lse.dtype)
+            divides = [] if result.denominator is None else [result.denominator]
+            return result.loss, torch.cat([result.lse, *divides, behind])
 
-        def backward(grad_loss, logits, target, lse, denominator, grad, skip_if_one):
+        def backward(grad_loss, logits, target, saved, grad, skip_if_one):
             self.called.append(f"backward {skip_if_one}")
+            denominator = saved[rows : rows + 1] if options.reduction == "mean" else None
             reference.cross_entropy_backward(
-                grad_loss, logits, target, None, lse, denominator, options, grad=grad, skip_if_one=skip_if_one
+                grad_loss, logits, target, None, saved[:rows], denominator, options, grad=grad, skip_if_one=skip_if_one
             )
 
-        return PreparedCrossEntropy(forward, backward)
+        return PreparedCrossEntropy(forward, backward if gradient else None)
 
 
 @pytest.fixture
@@ -90,9 +96,26 @@ def test_it_is_asked_once_and_gives_the_loss_and_the_gradient(preparing, options
         torch.testing.assert_close(logits.grad.double(), wanted_grad, atol=1e-6, rtol=1e-6)
     (facts,) = preparing.asked
     assert facts == (
-        torch.device("cpu"), torch.float32, torch.int64, ROWS, CLASSES, CLASSES, 0, CrossEntropyOptions(**options)
+        torch.device("cpu"), torch.float32, torch.int64, ROWS, CLASSES, CLASSES, 0, CrossEntropyOptions(**options), True
     )  # fmt: skip
     assert preparing.called == ["forward", "backward True"] * 3
+
+
+@pytest.mark.parametrize("reason", ["no_grad", "inference_mode", "not required"])
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}])
+def test_without_a_gradient_it_is_asked_for_the_loss_alone(preparing, options, reason):
+    for _ in range(3):
+        logits, target = logits_and_target()
+        if reason == "not required":
+            loss = cross_entropy(logits.detach(), target, backend="preparing", **options)
+        else:
+            with getattr(torch, reason)():
+                loss = cross_entropy(logits, target, backend="preparing", **options)
+        assert not loss.requires_grad
+        torch.testing.assert_close(loss.double(), of_torch(logits, target, **options)[0], atol=1e-6, rtol=1e-6)
+    (facts,) = preparing.asked
+    assert facts[-2:] == (CrossEntropyOptions(**options), False)
+    assert preparing.called == ["forward"] * 3
 
 
 def test_it_is_asked_again_for_what_is_not_the_same(preparing):
@@ -187,7 +210,9 @@ def test_what_it_does_not_prepare_goes_the_general_way(preparing, refusing):
     wanted_loss, wanted_grad = of_torch(logits, target)
     torch.testing.assert_close(loss.detach().double(), wanted_loss, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(logits.grad.double(), wanted_grad, atol=1e-6, rtol=1e-6)
-    assert len(preparing.asked) == 1
+    alone = cross_entropy(logits.detach(), target, backend="preparing")
+    torch.testing.assert_close(alone.double(), wanted_loss, atol=1e-6, rtol=1e-6)
+    assert [facts[-1] for facts in preparing.asked] == [True, False]
     assert preparing.called == []
 
 
@@ -197,22 +222,17 @@ class Labelled(torch.Tensor):
 
 @pytest.mark.parametrize(
     "unusual",
-    ["none", "weight", "num_items", "byte_mean", "inplace", "stats", "no grad", "no grad wanted", "class dim",
-     "three dims", "strided target", "class stride", "no rows", "subclass", "torch.func"],
+    ["none", "weight", "num_items", "byte_mean", "inplace", "stats", "class dim", "three dims", "strided target",
+     "class stride", "no rows", "subclass", "torch.func"],
 )  # fmt: skip
 def test_unusual_calls_are_not_prepared(preparing, unusual):
     logits, target = logits_and_target()
     call = {"backend": "preparing"}
-    if unusual == "no grad":
-        with torch.no_grad():
-            cross_entropy(logits, target, **call)
-    elif unusual == "stats":
+    if unusual == "stats":
         cross_entropy_with_stats(logits, target, **call)
     elif unusual == "torch.func":
         with pytest.raises(RuntimeError, match="setup_context"):
             torch.func.grad(lambda x: cross_entropy(x, target, **call))(logits.detach())
-    elif unusual == "no grad wanted":
-        cross_entropy(logits.detach(), target, **call)
     else:
         logits, target, options = {
             "none": (logits, target, {"reduction": "none"}),

@@ -72,48 +72,46 @@ def test_results_have_the_shapes_of_the_contract(launches, reduction, rows, stat
     assert len(launches) == (len(items) if rows else 0)
 
 
+@pytest.mark.parametrize("gradient", [True, False])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(
-    ("rows", "cols", "padding", "offset", "most_rows"),
-    [
-        (5, 8, 0, 0, 0),
-        (5, 8, 3, 0, 0),
-        (4096, 1024, 8, 0, 2),
-        (7, 9, 0, 1, 0),
-        (3, 2**17, 0, 0, 0),
-        (3, 2**20, 0, 0, 0),
-    ],
+    ("rows", "cols", "padding", "offset"),
+    [(5, 8, 0, 0), (5, 8, 3, 0), (8192, 8192, 8, 0), (7, 9, 0, 1), (3, 2**17, 0, 0), (3, 2**20, 0, 0)],
 )
-def test_prepared_calls_launch_what_calls_launch(
-    launches, monkeypatch, reduction, rows, cols, padding, offset, most_rows
-):
+def test_prepared_calls_launch_what_calls_launch(launches, gradient, reduction, rows, cols, padding, offset):
     """The same arguments but for the addresses of what is allocated; or nothing is prepared."""
-    monkeypatch.setattr(_schedule, "most_rows", lambda schedule: most_rows)
     # In two bytes an element a row of 2**20 would fit into a cluster of sixteen blocks.
     dtype = torch.float32 if cols == 2**20 else torch.bfloat16
     memory = torch.zeros(offset + rows * (cols + padding), dtype=dtype)
     logits = memory[offset:].view(rows, cols + padding)[:, :cols]
     target, options = torch.zeros(rows, dtype=torch.int64), CrossEntropyOptions(reduction=reduction, z_loss=0.1)
-    upstream, grad = torch.ones(()), torch.zeros(rows, cols, dtype=dtype)
+    upstream, grad = torch.ones(()), torch.zeros(rows, cols, dtype=dtype) if gradient else None
     prepared = cross_entropy.prepare(
-        logits.device, logits.dtype, target.dtype, rows, cols, logits.stride(0), logits.data_ptr() % 16, options
-    )
-    if cols == 2**20:
+        logits.device, logits.dtype, target.dtype, rows, cols, logits.stride(0), logits.data_ptr() % 16, options,
+        gradient=gradient,
+    )  # fmt: skip
+    if gradient and cols == 2**20:
         assert prepared is None, "such rows fit nowhere, and their gradient takes another launch"
         return
-    loss, lse, denominator = prepared.forward(logits, target, grad)
+    loss, results = prepared.forward(logits, target, grad)
     result = cross_entropy.forward(logits, target, None, None, None, options, grad=grad, stats=False)
     one, other = launches
-    results = slice(8, 11), slice(14, 15)  # loss, lse and denominator; the workspace
-    assert [value for i, value in enumerate(one[1]) if not any(i in range(15)[part] for part in results)] == [
-        value for i, value in enumerate(other[1]) if not any(i in range(15)[part] for part in results)
+    allocated = {8, 9, 10, 14}  # loss, lse and denominator; the workspace
+    assert [value for i, value in enumerate(one[1]) if i not in allocated] == [
+        value for i, value in enumerate(other[1]) if i not in allocated
     ]
+    lse, denominator = results[:rows], results[rows : rows + 1] if reduction == "mean" else None
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (loss, lse, denominator)]
+    assert list(one[1][8:11]) == addresses
     for got, wanted in zip((loss, lse, denominator), result[:3], strict=True):
         assert (got is None) == (wanted is None)
         assert got is None or (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+    if not gradient:
+        assert prepared.backward is None
+        return
     for skip in (False, True):
         launches.clear()
-        prepared.backward(upstream, logits, target, lse, denominator, grad, skip)
+        prepared.backward(upstream, logits, target, results, grad, skip)
         cross_entropy.backward(upstream, logits, target, None, lse, denominator, options, grad=grad, skip_if_one=skip)
         assert launches[0] == launches[1]
 

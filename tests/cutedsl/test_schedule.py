@@ -120,9 +120,24 @@ def test_grid_is_whole_clusters_and_no_more_than_there_are_rows(cluster, rows, a
     blocks = _schedule.grid_blocks(schedule, most, rows)
     assert blocks % cluster == 0
     assert blocks // cluster <= rows
-    at_most = at_most or (_schedule.ROWS_OF_LARGE_CLUSTER if cluster > 2 else 0)
-    if at_most:
-        assert -(-rows // (blocks // cluster)) <= max(at_most, -(-rows * cluster // most))
+    if cluster > 2:
+        assert -(-rows // (blocks // cluster)) <= max(
+            at_most or _schedule.ROWS_OF_LARGE_CLUSTER, -(-rows * cluster // most)
+        )
+    elif blocks > most:
+        assert at_most
+        assert blocks == -(-rows // at_most) * cluster
+
+
+def test_few_rows_a_block_are_for_two_waves_and_more():
+    """4096 x 8192 on a Hopper: a second wave that fills a third of the device takes as long as a whole one."""
+    hopper = _schedule.machine((9, 0), 132)
+    schedule = _schedule.held(hopper, 1024, measured=_schedule.MEASURED_GRADIENT)
+    assert schedule.rows == 4
+    most = 132 * schedule.blocks
+    assert _schedule.grid_blocks(schedule, most, 4096) == most
+    assert _schedule.grid_blocks(schedule, most, 8 * most) == 2 * most
+    assert _schedule.grid_blocks(schedule, most, 32768) == 8192
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 1320])

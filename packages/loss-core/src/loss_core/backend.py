@@ -29,8 +29,8 @@ form, autograd, ``torch.compile``, device guard; the backend allocates its small
     cross_entropy_backward(grad_loss, logits, target, weight, lse, denominator, options, *,
                            grad, skip_if_one) -> None
     cross_entropy_rescale(grad_loss, grad) -> None                  (optional)
-    cross_entropy_prepare(device, dtype, target_dtype, rows, classes, stride, offset, options)
-        -> PreparedCrossEntropy | None                              (optional)
+    cross_entropy_prepare(device, dtype, target_dtype, rows, classes, stride, offset, options, *,
+                          gradient) -> PreparedCrossEntropy | None  (optional)
 
     softmax_forward(input, output) -> None          log_softmax_forward(input, output) -> None
     softmax_backward(grad_output, output, grad_input) -> None       (and log_softmax_backward)
@@ -85,10 +85,11 @@ nor does z_loss with the forward: ``refuse_shard`` says so. A backend may refuse
 once, on the device, if it is 1. It serves ``inplace=True``, where the logits are gone; without it loss-core uses torch.
 
 ``cross_entropy_prepare`` is for the call that a training loop makes again and again: the loss of ``"mean"`` or
-``"sum"`` with its gradient, from logits and targets alone. It gets what such calls have in common -- rows and classes,
-at least one of each; the logits' row stride; their address modulo 16 -- and returns two functions for them, which do
-what ``cross_entropy_forward`` and ``cross_entropy_backward`` do, for a contiguous gradient in new memory; or None, and
-these are called. loss-core keeps the functions, so that what can be looked up once is not looked up at each call.
+``"sum"``, with its gradient or without, from logits and targets alone. It gets what such calls have in common -- rows
+and classes, at least one of each; the logits' row stride; their address modulo 16 -- and returns two functions for
+them, which do what ``cross_entropy_forward`` and ``cross_entropy_backward`` do, for a contiguous gradient in new
+memory; or None, and these are called. loss-core keeps the functions, so that what can be looked up once is not looked
+up at each call.
 
 ``softmax_columns_forward(input, output)`` and ``softmax_columns_backward(grad_output, output, grad_input)`` do the same
 along the middle of (outer, classes, inner), inner > 1 with stride 1, the other strides and the alignment anything.
@@ -201,10 +202,12 @@ class PreparedCrossEntropy(NamedTuple):
     """What ``cross_entropy_prepare`` returns.
 
     Attributes:
-        forward: (logits, target, grad) -> (loss, lse, denominator), as in ``CrossEntropyForward``; writes ``grad``.
-        backward: (grad_loss, logits, target, lse, denominator, grad, skip_if_one) -> None, as
-            ``cross_entropy_backward``; ``grad_loss`` has the accumulation dtype.
+        forward: (logits, target, grad) -> (loss, saved), where with a gradient ``saved`` is one tensor of the
+            accumulation dtype: the lse of each row, for ``"mean"`` the denominator behind it, and whatever the backend
+            wants behind that. Writes ``grad``, which without a gradient is None.
+        backward: (grad_loss, logits, target, saved, grad, skip_if_one) -> None, as ``cross_entropy_backward``;
+            ``grad_loss`` has the accumulation dtype. Only with a gradient.
     """
 
-    forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, bool], None]
+    forward: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, bool], None] | None

@@ -5,9 +5,9 @@ The way of a call: ``cross_entropy`` -> ``_compute`` (validation, canonical oper
 ``cross_entropy_forward``. Under ``torch.compile`` the rest is one opaque op, which makes the same choice when the graph
 runs.
 
-The usual call of a training loop, logits and targets with a gradient, goes a shorter way: ``cross_entropy`` ->
-``_usual`` (all that does not depend on values, looked up) -> ``_UsualCrossEntropy`` -> the functions that the backend
-prepared. Few functions lie on it, for in a training step the caches are cold, and each takes microseconds
+The usual call of a training loop, logits and targets, goes a shorter way: ``cross_entropy`` -> ``_usual`` (all that
+does not depend on values, looked up) -> ``_UsualCrossEntropy``, where a gradient is wanted -> the functions that the
+backend prepared. Few functions lie on it, for in a training step the caches are cold, and each takes microseconds
 (docs/tuning.md, "The host").
 """
 
@@ -157,22 +157,22 @@ def cross_entropy(
         type(input) is type(target) is Tensor
         and weight is byte_lengths is num_items is None
         and not inplace
-        and input.requires_grad
-        and torch.is_grad_enabled()
         and not torch.compiler.is_dynamo_compiling()
         and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
         and not input.is_neg()
     ):
+        gradient = input.requires_grad and torch.is_grad_enabled()
         usual = _usual(
             input.dtype, input.shape, input.stride(), input.data_ptr() % 16, input.device,
             target.dtype, target.shape, target.stride(), target.device,
-            backend or registry.chosen(), registry.searches,
+            backend or registry.chosen(), registry.searches, gradient,
             dim, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale,
         )  # fmt: skip
         if usual is not None and (usual.one_device or is_current(input.device)):
             if usual.looked_at or (has(VALIDATE) and is_on("LOSS_VALIDATE")):
-                _check_range(target, usual.gradient[0][1], usual.options.ignore_index, target.shape)
-            return _apply_usual(input, (target, usual))
+                _check_range(target, usual.shape[1], usual.options.ignore_index, target.shape)
+            return _apply_usual(input, (target, usual)) if gradient else usual.forward(input, target, None)[0]
     return _compute(
         input, target, weight, byte_lengths, num_items, inplace, backend, False,
         dim, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale,
@@ -437,8 +437,10 @@ class _Usual(NamedTuple):
 
     Attributes:
         forward, backward: of ``PreparedCrossEntropy``.
-        new, gradient: what allocates the gradient, and with what.
-        strides, offset: of the logits; the latter of their address, modulo 16.
+        new: what allocates the gradient.
+        shape, strides, offset: of the logits; the latter of their address, modulo 16.
+        contiguous: the strides of the gradient.
+        dtype: of both.
         looked_at: as in ``_Facts``.
         one_device: whether there is but one, which then is current.
         options: of the loss.
@@ -448,9 +450,11 @@ class _Usual(NamedTuple):
     forward: Any
     backward: Any
     new: Any
-    gradient: tuple[tuple[int, int], tuple[int, int], torch.dtype]
+    shape: tuple[int, int]
     strides: tuple[int, ...]
     offset: int
+    contiguous: tuple[int, int]
+    dtype: torch.dtype
     looked_at: bool
     one_device: bool
     options: CrossEntropyOptions
@@ -470,6 +474,7 @@ def _usual(
     target_device: torch.device,
     name: str | None,
     searches: int,
+    gradient: bool,
     *of_facts: Any,
 ) -> _Usual | None:
     """The call if it is one and the backend prepares it. `searches` only tells apart what is kept."""
@@ -484,26 +489,15 @@ def _usual(
         return None
     rows, classes = shape
     try:
-        prepared = prepare(device, dtype, target_dtype, rows, classes, strides[0], offset, options)
+        prepared = prepare(device, dtype, target_dtype, rows, classes, strides[0], offset, options, gradient=gradient)
     except UnsupportedInput:
         return None
     if prepared is None:
         return None
-    gradient = (rows, classes), (classes, 1), dtype
-    forward, backward = prepared
-    new = allocator(device)
     return _Usual(
-        forward,
-        backward,
-        new,
-        gradient,
-        strides,
-        offset,
-        facts.looked_at,
-        not several_devices(),
-        options,
-        backend.module,
-    )
+        *prepared, allocator(device), (rows, classes), strides, offset, (classes, 1), dtype,
+        facts.looked_at, not several_devices(), options, backend.module,
+    )  # fmt: skip
 
 
 # On one backend
@@ -691,27 +685,29 @@ class _UsualCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, call: tuple[Tensor, _Usual]) -> Tensor:  # type: ignore[override]
         target, usual = call
-        grad = usual.new(*usual.gradient)
-        loss, lse, denominator = usual.forward(input, target, grad)
+        ctx.grad = grad = usual.new(usual.shape, usual.contiguous, usual.dtype)
+        loss, saved = usual.forward(input, target, grad)
         ctx.save_for_backward(input, target)
-        ctx.grad, ctx.rest = grad, (usual, lse, denominator)
+        ctx.rest = usual, saved
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         input, target = ctx.saved_tensors
         grad_loss = grad_loss.resolve_neg()
-        usual, lse, denominator = ctx.rest
+        usual, saved = ctx.rest
         in_forward = ctx.grad is not None
-        grad = ctx.grad if in_forward else usual.new(*usual.gradient)
+        grad = ctx.grad if in_forward else usual.new(usual.shape, usual.contiguous, usual.dtype)
         # Autograd copies a gradient that somebody else still holds.
         ctx.grad = None
         if input.stride() == usual.strides and input.data_ptr() % 16 == usual.offset and not input.is_neg():
-            usual.backward(grad_loss, input, target, lse, denominator, grad, in_forward)
+            usual.backward(grad_loss, input, target, saved, grad, in_forward)
         else:
             # A hook for saved tensors may give back other ones, such as what it had moved to the CPU.
+            rows = usual.shape[0]
+            denominator = saved[rows : rows + 1] if usual.options.reduction == "mean" else None
             usual.module.cross_entropy_backward(
-                grad_loss, to_rows(input, 1), target.contiguous(), None, lse, denominator, usual.options,
+                grad_loss, to_rows(input, 1), target.contiguous(), None, saved[:rows], denominator, usual.options,
                 grad=grad, skip_if_one=in_forward,
             )  # fmt: skip
         if torch.is_grad_enabled():

@@ -100,10 +100,12 @@ def cross_entropy_prepare(
     stride: int,
     offset: int,
     options: CrossEntropyOptions,
+    *,
+    gradient: bool,
 ) -> PreparedCrossEntropy | None:
     """Both for calls that have all of this in common, what they look up being looked up."""
     _load()
-    return cross_entropy_prepare(device, dtype, target_dtype, rows, classes, stride, offset, options)
+    return cross_entropy_prepare(device, dtype, target_dtype, rows, classes, stride, offset, options, gradient=gradient)
 
 
 def cross_entropy_rescale(grad_loss: Tensor, grad: Tensor) -> None:

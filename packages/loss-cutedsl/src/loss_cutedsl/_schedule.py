@@ -42,7 +42,7 @@ class Schedule(NamedTuple):
         blocks: blocks that a multiprocessor is to hold at a time; it bounds the registers of a thread.
         rows: that a group of threads takes at most, one after the other; 0 for as many as there are for it when all
             blocks run at a time. Fewer rows leave less to wait for when some multiprocessors are slower than others,
-            and each block starts and ends anew.
+            and each block starts and ends anew. Taken where it makes at least two waves of blocks.
     """
 
     threads: int
@@ -144,7 +144,8 @@ class Measured(NamedTuple):
 # Cross-entropy, forward and backward, whole calls on an H200 (copy 4.22 TB/s); torch 2.11+cu130, DSL 4.8.1. In brackets
 # the same for other numbers of rows a block.
 MEASURED_GRADIENT = (
-    # 32768 x 8192 bf16: 87.0% (8: 86.1%, all: 84.0%); 83.8% with 256 threads. 4096 x 8192: 62.6% (all).
+    # 32768 x 8192 bf16: 87.0% (8: 86.1%, all: 84.0%); 83.8% with 256 threads. 4096 x 8192: 62.6% (all), which are
+    # too few rows for two waves of four: with them it has about 54%.
     Measured(1, False, 513, 1024, Schedule(128, 128, 1, 2, 4, 6, 4)),
     # 4096 x 16384 fp16: 74.7% (1: 72.2%, 4: 67.6%, all: 73.3%).
     Measured(1, False, 1025, 2048, Schedule(256, 256, 1, 1, 2, 6, 2)),
@@ -263,18 +264,17 @@ def streamed(machine: Machine, vectors: int, ragged: bool = False, element_bytes
 ROWS_OF_LARGE_CLUSTER = 8
 
 
-def most_rows(schedule: Schedule) -> int:
-    """Rows that a group of threads takes at most, or 0."""
-    return schedule.rows or (ROWS_OF_LARGE_CLUSTER if schedule.cluster > 2 else 0)
-
-
 def grid_blocks(schedule: Schedule, most_blocks: int, rows: int) -> int:
     """Blocks to launch; ``most_blocks``: those that the device holds at a time, a multiple of the cluster."""
-    groups = schedule.threads // schedule.row_threads
-    at_most = most_rows(schedule)
-    if at_most:
-        most_blocks = max(most_blocks, -(-rows // (groups * at_most)) * schedule.cluster)
-    return min(most_blocks, -(-rows // groups) * schedule.cluster)
+
+    def blocks_of(rows_each: int) -> int:
+        return -(-rows // (schedule.threads // schedule.row_threads * rows_each)) * schedule.cluster
+
+    if schedule.cluster > 2:
+        most_blocks = max(most_blocks, blocks_of(schedule.rows or ROWS_OF_LARGE_CLUSTER))
+    elif schedule.rows and blocks_of(schedule.rows) >= 2 * most_blocks:
+        most_blocks = blocks_of(schedule.rows)
+    return min(most_blocks, blocks_of(1))
 
 
 def most_blocks(machine: Machine, schedule: Schedule, block_shared_bytes: int) -> int:

@@ -57,10 +57,8 @@ class ForwardPlan(NamedTuple):
 
     Attributes:
         launch: the compiled kernel.
-        rows_a_block: rows that a block, or a cluster of blocks, takes at a time.
-        cluster: blocks of a cluster.
-        most_blocks: blocks of the grid at most; see ``_schedule.grid_blocks``.
-        most_rows: rows that a group of threads takes at most, or 0; see ``_schedule.Schedule``.
+        schedule: what it was compiled for.
+        most_blocks: blocks that the device holds at a time; see ``_schedule.grid_blocks``.
         slice_rows: targets that a block counts at a time.
         denominator_kind: what the sum is divided by where no ``num_items`` says it.
         gradient: whether the kernel writes the gradient; False for rows that fit nowhere.
@@ -68,10 +66,8 @@ class ForwardPlan(NamedTuple):
     """
 
     launch: object
-    rows_a_block: int
-    cluster: int
+    schedule: _schedule.Schedule
     most_blocks: int
-    most_rows: int
     slice_rows: int
     denominator_kind: int
     gradient: bool
@@ -126,12 +122,13 @@ def forward(logits, target, weight, byte_lengths, num_items, options, *, grad, s
     if not 0 < rows <= LARGEST:
         require(logits)
         return _empty_forward(logits.device, num_items, options.reduction, stats)
-    launch, rows_a_block, cluster, most_blocks, most_rows, slice_rows, denominator_kind, with_gradient, constants = plan
+    launch, schedule, most_blocks, slice_rows, denominator_kind, with_gradient, constants = plan
     float32 = torch.float32
     device = logits.device
     new = allocator(device)
     stream = stream_of(index)
-    clusters = _clusters(rows, rows_a_block, cluster, most_blocks, most_rows)
+    blocks = _schedule.grid_blocks(schedule, most_blocks, rows)
+    clusters = blocks // schedule.cluster
     slices = items_address = workspace_address = 0
     items = 1.0
     denominator = z_part = prediction = correct = None
@@ -174,7 +171,7 @@ def forward(logits, target, weight, byte_lengths, num_items, options, *, grad, s
         0 if correct is None else correct.data_ptr(),
         workspace_address,
         rows,
-        clusters * cluster,
+        blocks,
         slices,
         denominator_kind,
         items,
@@ -187,54 +184,52 @@ def forward(logits, target, weight, byte_lengths, num_items, options, *, grad, s
     return ForwardResult(loss, lse, denominator, z_part, prediction, correct)
 
 
-def prepare(device, dtype, target_dtype, rows, cols, stride, offset, options):
+def prepare(device, dtype, target_dtype, rows, cols, stride, offset, options, *, gradient):
     """``cross_entropy_prepare`` of the contract in loss_core.backend."""
     index = device.index
     ragged = (offset | (cols | stride) * dtype.itemsize) % VECTOR_BYTES != 0
-    plan = _forward_plan(index, dtype, cols, ragged, target_dtype, True, False, None, False, options)
-    if not plan.gradient or rows > LARGEST:
+    plan = _forward_plan(index, dtype, cols, ragged, target_dtype, gradient, False, None, False, options)
+    if plan.gradient != gradient or rows > LARGEST:
         return None
-    launch, rows_a_block, cluster, most_blocks, most_rows, slice_rows, denominator_kind, _, constants = plan
-    clusters = _clusters(rows, rows_a_block, cluster, most_blocks, most_rows)
-    blocks = clusters * cluster
+    launch, schedule, most_blocks, slice_rows, denominator_kind, _, constants = plan
+    blocks = _schedule.grid_blocks(schedule, most_blocks, rows)
+    clusters = blocks // schedule.cluster
     slices = min(MOST_SLICES, clusters, -(-rows // slice_rows))
     words = workspace_words(clusters)
+    new, float32 = allocator(device), torch.float32
+    # The lse of the rows, and the denominator.
+    results_like = (rows + 1,), (1,), float32
+    divides = options.reduction != "sum"
+    grad_stride = cols if gradient else 0
+
+    def forward(logits, target, grad):
+        results, loss = new(*results_like), new((), (), float32)
+        lse, stream = results.data_ptr(), stream_of(index)
+        launch(
+            logits.data_ptr(), stride, grad.data_ptr() if gradient else 0, grad_stride, target.data_ptr(), 0, 0, 0,
+            loss.data_ptr(), lse, lse + 4 * rows if divides else 0, 0, 0, 0,
+            zeroed_words(words, device, stream).data_ptr(), rows, blocks, slices, denominator_kind, 1.0,
+            *constants, stream,
+        )  # fmt: skip
+        return loss, results
+
+    if not gradient:
+        return PreparedCrossEntropy(forward, None)
     after, tiles, groups, few_blocks, _, _, after_constants = _backward_plan(
         index, dtype, cols, ragged, target_dtype, False, options
     )
     tile_blocks = -(-rows * tiles // groups)
     grids = tile_blocks, min(tile_blocks, few_blocks)
-    divides = options.reduction != "sum"
-    new, float32 = allocator(device), torch.float32
-    one, row_by_row = ((1,), (1,), float32), ((rows,), (1,), float32)
 
-    def forward(logits, target, grad):
-        lse, loss = new(*row_by_row), new((), (), float32)
-        denominator = new(*one) if divides else None
-        stream = stream_of(index)
-        launch(
-            logits.data_ptr(), stride, grad.data_ptr(), cols, target.data_ptr(), 0, 0, 0, loss.data_ptr(),
-            lse.data_ptr(), 0 if denominator is None else denominator.data_ptr(), 0, 0, 0,
-            zeroed_words(words, device, stream).data_ptr(), rows, blocks, slices, denominator_kind, 1.0,
-            *constants, stream,
-        )  # fmt: skip
-        return loss, lse, denominator
-
-    def backward(grad_loss, logits, target, lse, denominator, grad, skip_if_one):
+    def backward(grad_loss, logits, target, results, grad, skip_if_one):
+        lse = results.data_ptr()
         after(
             grad_loss.data_ptr(), 0, logits.data_ptr(), stride, grad.data_ptr(), cols, target.data_ptr(), 0,
-            lse.data_ptr(), 0 if denominator is None else denominator.data_ptr(), 0, rows, grids[skip_if_one],
+            lse, lse + 4 * rows if divides else 0, 0, rows, grids[skip_if_one],
             int(skip_if_one), *after_constants, stream_of(index),
         )  # fmt: skip
 
     return PreparedCrossEntropy(forward, backward)
-
-
-def _clusters(rows, rows_a_block, cluster, most_blocks, most_rows):
-    """Clusters of the grid for that many rows; the others as in ``ForwardPlan``."""
-    if most_rows:
-        most_blocks = max(most_blocks, -(-rows // (rows_a_block * most_rows)) * cluster)
-    return min(-(-rows // rows_a_block), most_blocks // cluster)
 
 
 @functools.lru_cache(MOST_PLANS)
@@ -279,10 +274,8 @@ def make_forward_plan(
     shared_bytes = _schedule.shared_bytes(schedule, vectors, 1, ENTRY_WORDS, whole_rows=gradient)
     return ForwardPlan(
         launch=launch,
-        rows_a_block=schedule.threads // schedule.row_threads,
-        cluster=schedule.cluster,
+        schedule=schedule,
         most_blocks=_schedule.most_blocks(machine, schedule, shared_bytes),
-        most_rows=_schedule.most_rows(schedule),
         slice_rows=schedule.threads * COUNT_UNROLL,
         denominator_kind=_denominator_kind(options.reduction, weighted, byte_dtype),
         gradient=gradient,

@@ -70,7 +70,8 @@ from loss_triton.schedules import (
 @kernel
 def cross_entropy_fwd_kernel(
     logits_ptr, target_ptr, counters_ptr, of_row_ptr, denominator_ptr, row_loss_ptr, lse_ptr, loss_ptr,
-    rows, classes, logits_stride: tl.int64, ignore_index: tl.int64, logit_scale: tl.float32, number: tl.float32,
+    rows, classes, logits_stride: tl.int64, denominator_at, row_loss_at, ignore_index: tl.int64,
+    logit_scale: tl.float32, number: tl.float32,
     REDUCE: tl.constexpr, KIND: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
     LANES: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
@@ -81,8 +82,10 @@ def cross_entropy_fwd_kernel(
     logits_ptr: (rows, classes), float; row stride logits_stride, unit stride along classes.
     target_ptr: (rows,), int32, int64 or uint8. row_loss_ptr, lse_ptr: (rows,), float32. With REDUCE counters_ptr:
     (COUNTERS,) int64 at 0; loss_ptr: () float32; KIND, of_row_ptr, number and denominator_ptr as in ``supply``.
+    row_loss_at, a multiple of 4, and denominator_at: elements of theirs to leave out at the start.
     """
     row = tl.program_id(0)
+    row_loss_ptr += row_loss_at
     target = tl.load(target_ptr + row).to(tl.int64)
     row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
     head, body = body_of(row_ptr, classes, VECTOR, EDGES)
@@ -131,14 +134,14 @@ def cross_entropy_fwd_kernel(
             )
             tl.store(loss_ptr, sum_of_rows(row_loss_ptr, rows, LANES) / denominator)
             if denominator_ptr is not None:
-                tl.store(denominator_ptr, denominator)
+                tl.store(denominator_ptr + denominator_at, denominator)
 
 
 @kernel
 def cross_entropy_fwd_grad_kernel(
     logits_ptr, target_ptr, counters_ptr, of_row_ptr, denominator_ptr, row_loss_ptr, lse_ptr, grad_ptr, loss_ptr,
-    rows, classes, logits_stride: tl.int64, grad_stride: tl.int64, ignore_index: tl.int64,
-    logit_scale: tl.float32, number: tl.float32,
+    rows, classes, logits_stride: tl.int64, grad_stride: tl.int64, denominator_at, row_loss_at,
+    ignore_index: tl.int64, logit_scale: tl.float32, number: tl.float32,
     KIND: tl.constexpr, PATIENCE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
     LANES: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
@@ -149,6 +152,7 @@ def cross_entropy_fwd_grad_kernel(
     logits_ptr, grad_ptr: (rows, classes), float, may be the same memory. Others as in the forward kernel.
     """
     row = tl.program_id(0)
+    row_loss_ptr += row_loss_at
     target = tl.load(target_ptr + row).to(tl.int64)
     row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
     grad_row_ptr = grad_ptr + tl.cast(row, tl.int64) * grad_stride
@@ -225,7 +229,7 @@ def cross_entropy_fwd_grad_kernel(
         wait_for_rows(counters_ptr, rows)
         tl.store(loss_ptr, sum_of_rows(row_loss_ptr, rows, LANES) / denominator)
         if denominator_ptr is not None:
-            tl.store(denominator_ptr, denominator)
+            tl.store(denominator_ptr + denominator_at, denominator)
 
 
 class _Plan(NamedTuple):
@@ -263,14 +267,9 @@ def cross_entropy_forward(
         logits.data_ptr() % 16, stride, grad_place, grad_stride,
     )  # fmt: skip
     new, float32 = allocator(device), torch.float32
-    of_row: Tensor
-    result: Tensor | None
-    if denominator.of_rows:
-        of_row, number, result = target, 1.0, new((1,), (1,), float32)
-    else:
-        of_row, number, result = supply(
-            denominator, target, weight, byte_lengths, num_items, classes, options.ignore_index
-        )
+    of_row, number, stored, result = supply(
+        denominator, target, weight, byte_lengths, num_items, classes, options.ignore_index
+    )
     if not rows:
         return _of_no_rows(device, denominator.kind, result, number, options.reduction != "none", stats)
     row_loss, lse = new((rows,), (1,), float32), new((rows,), (1,), float32)
@@ -279,17 +278,18 @@ def cross_entropy_forward(
         counters, loss = zeroed_words(COUNTERS, device), new((), (), float32)
     if not plain:
         return _forward_options(
-            launch, logits, target, weight, options, grad, stats, counters, of_row, number, result, row_loss, lse, loss
-        )
+            launch, logits, target, weight, options, grad, stats, counters, of_row, number, stored, result,
+            row_loss, lse, loss,
+        )  # fmt: skip
     if grad is None:
         launch(
-            rows, (logits, target, counters, of_row, result, row_loss, lse, loss),
-            rows, classes, stride, options.ignore_index, options.logit_scale, number,
+            rows, (logits, target, counters, of_row, stored, row_loss, lse, loss),
+            rows, classes, stride, 0, 0, options.ignore_index, options.logit_scale, number,
         )  # fmt: skip
     else:
         launch(
-            rows, (logits, target, counters, of_row, result, row_loss, lse, grad, loss),
-            rows, classes, stride, grad_stride, options.ignore_index, options.logit_scale, number,
+            rows, (logits, target, counters, of_row, stored, row_loss, lse, grad, loss),
+            rows, classes, stride, grad_stride, 0, 0, options.ignore_index, options.logit_scale, number,
         )  # fmt: skip
     return CrossEntropyForward(row_loss if loss is None else loss, lse, result)
 
@@ -353,44 +353,63 @@ def cross_entropy_prepare(
     stride: int,
     offset: int,
     options: CrossEntropyOptions,
+    *,
+    gradient: bool,
 ) -> PreparedCrossEntropy | None:
     """See ``loss_core.backend``."""
     launch, plain, of = _plan(
         device, dtype, target_dtype, classes, rows.bit_length(), options, False, False, None, NoneType,
-        offset, stride, 0, classes,
+        offset, stride, *((0, classes) if gradient else (None, 0)),
     )  # fmt: skip
     if not plain or of.before is not None:
         return None
-    places = offset, stride, 0, classes
+    new, float32 = allocator(device), torch.float32
+    # One tensor for what is known of rows: their lse, the denominator, and from a vector's start on their losses.
+    row_loss_at = rows // 4 * 4 + 4
+    results_like = (row_loss_at + rows,), (1,), float32
+    divides = options.reduction != "sum"
+    strides = (stride, classes) if gradient else (stride,)
+    numbers = rows, classes, *strides, rows, row_loss_at, options.ignore_index, options.logit_scale, 1.0
+
+    def loss_alone(logits: Tensor, target: Tensor, grad: None) -> tuple[Tensor, None]:
+        results, loss = new(*results_like), new((), (), float32)
+        stored = results if divides else None
+        launch(
+            rows, (logits, target, zeroed_words(COUNTERS, device), target, stored, results, results, loss), *numbers
+        )  # fmt: skip
+        return loss, None
+
+    if not gradient:
+        return PreparedCrossEntropy(loss_alone, None)
     plans = [
         _backward_plan(
-            device, dtype, target_dtype, torch.float32, classes, options, False, not of.of_rows, skip_if_one, *places
+            device, dtype, target_dtype, torch.float32, classes, options, False, not divides, skip_if_one,
+            offset, stride, 0, classes,
         )
         for skip_if_one in (False, True)
-    ]
-    again, unless_one = (plan[0] for plan in plans)
-    _, most_programs, options_numbers = plans[0]
-    numbers = rows, classes, stride, classes, options.ignore_index, options.logit_scale, 1.0
-    backward_numbers = rows, classes, 0, stride, classes, *options_numbers
+    ]  # fmt: skip
+    (again, most_programs, options_numbers), (unless_one, _, _) = plans
+    backward_numbers = rows, classes, 0, stride, classes, rows, *options_numbers
     backward_programs = min(rows, most_programs)
-    new, float32 = allocator(device), torch.float32
-    one, row_by_row = ((1,), (1,), float32), ((rows,), (1,), float32)
 
-    def forward(logits: Tensor, target: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        row_loss, lse, loss = new(*row_by_row), new(*row_by_row), new((), (), float32)
-        denominator = new(*one) if of.of_rows else None
+    def forward(logits: Tensor, target: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        results, loss = new(*results_like), new((), (), float32)
+        stored = results if divides else None
         launch(
-            rows, (logits, target, zeroed_words(COUNTERS, device), target, denominator, row_loss, lse, grad, loss),
+            rows, (logits, target, zeroed_words(COUNTERS, device), target, stored, results, results, grad, loss),
             *numbers,
         )  # fmt: skip
-        return loss, lse, denominator
+        return loss, results
 
     def backward(
-        grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, denominator: Tensor | None, grad: Tensor,
-        skip_if_one: bool,
-    ) -> None:  # fmt: skip
+        grad_loss: Tensor, logits: Tensor, target: Tensor, results: Tensor, grad: Tensor, skip_if_one: bool
+    ) -> None:
         launch = unless_one if skip_if_one else again
-        launch(backward_programs, (grad_loss, logits, target, lse, lse, denominator, grad), *backward_numbers)
+        launch(
+            backward_programs,
+            (grad_loss, logits, target, results, results, results if divides else None, grad),
+            *backward_numbers,
+        )
 
     return PreparedCrossEntropy(forward, backward)
 
@@ -426,6 +445,7 @@ def _forward_options(
     counters: Tensor | None,
     of_row: Tensor,
     number: float,
+    stored: Tensor | None,
     denominator: Tensor | None,
     row_loss: Tensor,
     lse: Tensor,
@@ -440,7 +460,7 @@ def _forward_options(
         prediction, correct = new((rows,), (1,), torch.int64), new((rows,), (1,), torch.bool)
     launch(
         rows,
-        (logits, target, weight, counters, of_row, denominator, row_loss, lse, grad, loss, row_z_loss, z_loss,
+        (logits, target, weight, counters, of_row, stored, row_loss, lse, grad, loss, row_z_loss, z_loss,
          prediction, correct),
         rows, classes, logits.stride(0), 0 if grad is None else grad.stride(0), *numbers_of(options, classes), number,
     )  # fmt: skip
@@ -473,7 +493,7 @@ def cross_entropy_backward(
         weight = lse if weight is None else weight
         launch(
             min(rows, most_programs), (grad_loss, logits, target, weight, lse, denominator, grad),
-            rows, classes, grad_loss.stride(0) if options.reduction == "none" else 0, stride, grad_stride, *numbers,
+            rows, classes, grad_loss.stride(0) if options.reduction == "none" else 0, stride, grad_stride, 0, *numbers,
         )  # fmt: skip
 
 

@@ -224,8 +224,8 @@ def cross_entropy_options_fwd_kernel(
 @kernel
 def cross_entropy_bwd_kernel(
     grad_loss_ptr, logits_ptr, target_ptr, weight_ptr, lse_ptr, denominator_ptr, grad_ptr,
-    rows, classes, grad_loss_stride: tl.int64, logits_stride: tl.int64, grad_stride: tl.int64, ignore_index: tl.int64,
-    first_class: tl.int64, total_classes: tl.int64,
+    rows, classes, grad_loss_stride: tl.int64, logits_stride: tl.int64, grad_stride: tl.int64, denominator_at,
+    ignore_index: tl.int64, first_class: tl.int64, total_classes: tl.int64,
     label_smoothing: tl.float32, z_loss: tl.float32, softcap: tl.float32, logit_scale: tl.float32,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr, SHARD: tl.constexpr,
     SKIP_IF_ONE: tl.constexpr,
@@ -236,12 +236,12 @@ def cross_entropy_bwd_kernel(
     One program takes every num_programs-th row. With SKIP_IF_ONE grad_ptr holds the result for a grad_loss of 1.
 
     grad_loss_ptr: one element, or with grad_loss_stride one per row; float. lse_ptr: (rows,) float32.
-    denominator_ptr: None or (1,) float32. Others as above.
+    denominator_ptr: None or float32, of which it is the element denominator_at. Others as above.
     """
     if SKIP_IF_ONE:
         if tl.load(grad_loss_ptr).to(tl.float32) == 1.0:
             return
-    denominator = 1.0 if denominator_ptr is None else tl.load(denominator_ptr)
+    denominator = 1.0 if denominator_ptr is None else tl.load(denominator_ptr + denominator_at)
     mass = tl.cast(classes, tl.float32) if SMOOTH else 0.0
     if HAS_WEIGHT and SMOOTH:
         partial = tl.zeros((BLOCK,), tl.float32)

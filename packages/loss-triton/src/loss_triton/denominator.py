@@ -149,12 +149,10 @@ class Denominator(NamedTuple):
     Attributes:
         kind: the value of ONE, ROWS, ... above, for the kernel.
         before: what has to be launched before the kernel, or None.
-        of_rows: whether it is the usual one, which the kernel itself counts.
     """
 
     kind: int
     before: Launch | None = None
-    of_rows: bool = False
 
 
 def denominator_of(
@@ -186,7 +184,7 @@ def denominator_of(
         return Denominator(TENSOR.value if issubclass(num_items, Tensor) else NUMBER.value)
     kind = BYTES if byte_dtype is not None else WEIGHTS if weighted else ROWS
     if not gradient or (kind is ROWS and 1 << rows_bits <= TOO_MANY_ROWS):
-        return Denominator(kind.value, of_rows=kind is ROWS)
+        return Denominator(kind.value)
     few = rows_bits <= 10
     key = device, target_dtype, torch.float32 if kind is WEIGHTS else byte_dtype
     before = prepared(cross_entropy_denominator_kernel, key, (kind.value, 1024 if few else 8192), 128 if few else 1024)
@@ -201,24 +199,25 @@ def supply(
     num_items: Tensor | float | None,
     classes: int,
     ignore_index: int,
-) -> tuple[Tensor, float, Tensor | None]:
-    """The kernel's of_row, number and denominator: what it finds it in, its value, and where it stores it.
+) -> tuple[Tensor, float, Tensor | None, Tensor | None]:
+    """The kernel's of_row, number and denominator, which it finds it in or stores it in; and what holds it at last.
 
     of_row: for WEIGHTS the weights, for BYTES the byte lengths, for TENSOR the denominator; else the target, to name
-    a tensor. number: for NUMBER. denominator: (1,) float32, holds it when the kernels have run; None for ONE.
+    a tensor. number: for NUMBER. denominator: (1,) float32; None for ONE, and for TENSOR, where nothing is to be
+    stored. The last: (1,) float32; None for ONE.
     """
     if denominator.kind == ONE.value:
-        return target, 1.0, None
+        return target, 1.0, None, None
     if isinstance(num_items, Tensor):
-        return num_items, 1.0, num_items
+        return num_items, 1.0, None, num_items
     result = allocator(target.device)((1,), (1,), torch.float32)
     if num_items is not None:
-        return target, num_items, result
+        return target, num_items, result, result
     of_row = byte_lengths if byte_lengths is not None else weight if weight is not None else target
     if denominator.before is None:
-        return of_row, 1.0, result
+        return of_row, 1.0, result, result
     denominator.before(1, (target, of_row, result), target.shape[0], classes, ignore_index)
-    return result, 1.0, result
+    return result, 1.0, None, result
 
 
 def patience(device: int | None) -> int:
