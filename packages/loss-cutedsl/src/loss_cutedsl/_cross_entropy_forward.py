@@ -16,11 +16,14 @@ from ._device import (
     cluster_barrier,
     commit,
     divide,
+    draw,
     exchange_add,
+    from_first_lane,
     load_acquire,
     load_element,
     load_float,
     load_float_below,
+    load_floats,
     load_integer,
     load_relaxed_below,
     load_shared,
@@ -68,9 +71,11 @@ LOOKS = 32
 # of the denominator, and with statistics their z-loss parts.
 WORKSPACE_SLICES_DONE = MOST_SLICES
 WORKSPACE_BLOCKS_DONE = MOST_SLICES + 1
+WORKSPACE_DRAWN = MOST_SLICES + 2
 WORKSPACE_SUMS = 64
 MOST_SUMS = 3
 SUMS_UNROLL = 8
+ROWS_UNROLL = 4
 
 # What a block's threads tell one another, by its offset in the notes: whether all slices had been counted, what they
 # add up to, and how many blocks were done before.
@@ -102,6 +107,7 @@ class Operands(NamedTuple):
     g_prediction: Int64
     g_correct: Int64
     g_workspace: Int64
+    g_row_loss: Int64
     rows: Int32
     row_step: Int32
     slices: Int32
@@ -172,6 +178,8 @@ class CrossEntropyForward(CrossEntropyRows):
         # Such a block asks for the denominator when it has summed its first row. Of a cluster only the first block
         # reports that it is done with the workspace, so there all have to have asked before.
         self.asks_late = self.one_row and self.cluster == 1
+        # Its losses are then kept by row, so that their sum keeps its order. Not built for statistics.
+        self.draws = schedule.draws and gradient and scalar and self.one_row and self.stages == 1 and not stats
 
     @cute.jit
     def __call__(
@@ -191,6 +199,7 @@ class CrossEntropyForward(CrossEntropyRows):
         g_prediction: Int64,  # (R,) int64, or null
         g_correct: Int64,  # (R,) bool, or null
         g_workspace: Int64,  # see above
+        g_row_loss: Int64,  # (R,) float32 where rows are drawn, or null
         rows: Int32,
         grid: Int32,
         slices: Int32,
@@ -224,6 +233,7 @@ class CrossEntropyForward(CrossEntropyRows):
             g_prediction,
             g_correct,
             g_workspace,
+            g_row_loss,
             rows,
             slices,
             denominator_kind,
@@ -266,6 +276,7 @@ class CrossEntropyForward(CrossEntropyRows):
         g_prediction: Int64,
         g_correct: Int64,
         g_workspace: Int64,
+        g_row_loss: Int64,
         rows: Int32,
         slices: Int32,
         denominator_kind: Int32,
@@ -307,6 +318,7 @@ class CrossEntropyForward(CrossEntropyRows):
             g_prediction=g_prediction,
             g_correct=g_correct,
             g_workspace=g_workspace,
+            g_row_loss=g_row_loss,
             rows=rows,
             row_step=row_step,
             slices=slices,
@@ -456,9 +468,19 @@ class CrossEntropyForward(CrossEntropyRows):
         parity = Int32(0)
         stage = Int32(0)
         scale = divide(it.logit_scale, denominator)
-        for row in cutlass.range(first_row, it.rows, it.row_step, unroll=1):
+        row = first_row
+        coming_row = row + it.row_step
+        draws_here = (facts.thread == 0) & (facts.rank == 0)
+        # The number of the row after the coming one, where it has been drawn; told to all while this row is summed.
+        drawn = Int32(0)
+        if cutlass.const_expr(self.draws):
+            drawn = draw(it.g_workspace + WORKSPACE_DRAWN * 4, draws_here)
+        while row < it.rows:
             # Targets are loaded well before they are needed: this row's with the row before.
-            coming_row = row + it.row_step
+            told = coming_row + it.row_step
+            if cutlass.const_expr(self.draws):
+                told = from_first_lane(drawn) + 2 * it.row_step
+                drawn = draw(it.g_workspace + WORKSPACE_DRAWN * 4, draws_here & (coming_row < it.rows))
             coming_target = self.load_target(it.g_target, coming_row, coming_row < it.rows, it.ignore_index)
             next_row = row + self.stages * it.row_step
             next_target = coming_target
@@ -481,17 +503,29 @@ class CrossEntropyForward(CrossEntropyRows):
                 self.mask_edges(s_row, first, phase, vectors, chunks * self.unroll, cols, Float32(float("-inf")))
                 highest, total, x_sum, w_sum, key, index = self.sum_held(facts, s_row, phase)
                 parity = parity ^ 1
-                highest, total, x_sum, w_sum, key, index = self.finish(
-                    facts, parity, highest, total, x_sum, w_sum, key, index
-                )
+                if cutlass.const_expr(self.draws):
+                    highest, total, x_sum, w_sum, key, index, told = self.finish(
+                        facts, parity, highest, total, x_sum, w_sum, key, index, told
+                    )
+                else:
+                    highest, total, x_sum, w_sum, key, index = self.finish(
+                        facts, parity, highest, total, x_sum, w_sum, key, index
+                    )
                 loss, z_part, lse, pull = self.row_loss(facts, target, y, x_y, w_y, highest, total, x_sum, w_sum)
                 if target != it.ignore_index:
                     loss_sum = loss_sum + loss
                     z_sum = z_sum + z_part
                 if first == 0:
                     self.write_stats(row, target != it.ignore_index, y, index, it.g_prediction, it.g_correct)
+            elif cutlass.const_expr(self.draws):
+                parity = parity ^ 1
+                told = self.tell(facts.s_scratch, parity, facts.thread, facts.rank, told)
             if first == 0:
                 store_float(it.g_lse + Int64(row) * 4, lse)
+            if cutlass.const_expr(self.draws):
+                if first == 0:
+                    store_float(it.g_row_loss + Int64(row) * 4, loss_sum)
+                loss_sum = Float32(0.0)
             if cutlass.const_expr(self.asks_late):
                 if row == first_row:
                     denominator = self.denominator(facts, it)
@@ -516,6 +550,8 @@ class CrossEntropyForward(CrossEntropyRows):
             stage = stage + 1
             if stage == self.stages:
                 stage = Int32(0)
+            row = coming_row
+            coming_row = told
         return loss_sum, z_sum, denominator
 
     # Rows that stream through shared memory
@@ -738,21 +774,21 @@ class CrossEntropyForward(CrossEntropyRows):
                     )
         return highest, total, x_sum, w_sum, key, index
 
-    def finish(self, facts, parity, highest, total, x_sum, w_sum, key, index):
-        """The row's sums, the same for all of its threads."""
+    def finish(self, facts, parity, highest, total, x_sum, w_sum, key, index, word=None):
+        """The row's sums, the same for all of its threads; and what its first warp has in ``word``."""
         sums = []
         if self.smoothing:
             sums = [x_sum, w_sum] if self.weighted else [x_sum]
         best = (key, index) if self.stats else None
-        highest, total, sums, best = self.reduce_row(
-            facts.s_scratch, parity, facts.thread, facts.rank, facts.power, highest, total, sums, best
+        highest, total, sums, best, *told = self.reduce_row(
+            facts.s_scratch, parity, facts.thread, facts.rank, facts.power, highest, total, sums, best, word
         )
         if self.smoothing:
             x_sum = sums[0]
             w_sum = sums[1] if self.weighted else Float32(facts.cols)
         if self.stats:
             key, index = best
-        return highest, total, x_sum, w_sum, key, index
+        return highest, total, x_sum, w_sum, key, index, *told
 
     # Results
 
@@ -859,7 +895,10 @@ class CrossEntropyForward(CrossEntropyRows):
         if facts.rank == 0:
             barrier()
             if load_shared_word(facts.s_scratch + self.notes + NOTE_DONE) == blocks - 1:
-                loss = self.take_sums(facts, self.sums_address(it, 0), blocks, thread)
+                if cutlass.const_expr(self.draws):
+                    loss = self.sum_rows(facts, it, thread)
+                else:
+                    loss = self.take_sums(facts, self.sums_address(it, 0), blocks, thread)
                 if cutlass.const_expr(not self.gradient):
                     count = self.take_sums(facts, self.sums_address(it, 1), blocks, thread)
                     if self.counted(it):
@@ -876,6 +915,19 @@ class CrossEntropyForward(CrossEntropyRows):
                     z_part = self.take_sums(facts, self.sums_address(it, 2), blocks, thread)
                     if thread == 0:
                         store_float(it.g_z_loss, divide(z_part, denominator))
+
+    @cute.jit
+    def sum_rows(self, facts: RowFacts, it: Operands, thread):
+        """The sum of the rows' losses, in an order that depends on nothing but how many there are."""
+        value = Float32(0.0)
+        for start in cutlass.range(4 * thread, it.rows, 4 * self.threads * ROWS_UNROLL, unroll=1):
+            sums = []
+            for u in cutlass.range_constexpr(ROWS_UNROLL):
+                row = start + 4 * u * self.threads
+                losses = load_floats(it.g_row_loss + Int64(row) * 4, row < it.rows)
+                sums = sums + [select_below(row + i, it.rows, losses[i], Float32(0.0)) for i in range(4)]
+            value = value + tree(sums, add)
+        return self.sum_block(facts.s_scratch, thread, self.threads, value)
 
     @cute.jit
     def take_sums(self, facts: RowFacts, g_sums, blocks, thread):
@@ -895,6 +947,6 @@ class CrossEntropyForward(CrossEntropyRows):
 
 def forward_arguments():
     """Arguments of CrossEntropyForward to compile for."""
-    addresses = [Int64(0), Int64(1), Int64(0), Int64(1)] + [Int64(0)] * 11
+    addresses = [Int64(0), Int64(1), Int64(0), Int64(1)] + [Int64(0)] * 12
     counts = [*[Int32(1)] * 4, Float32(1.0), *[Int32(1)] * 3]
     return [*addresses, *counts, Int64(-100), Int64(0), Int64(1), *[Float32(1.0)] * 4]

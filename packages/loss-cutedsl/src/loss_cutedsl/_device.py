@@ -284,6 +284,33 @@ def exchange_add(g_address, value):
     return ptx("atom.acq_rel.gpu.global.add.u32 {$w0}, [{$r0}], {$r1};", [Int32], [g_address, value])
 
 
+def draw(g_counter, wanted):
+    """Count up by one where wanted; the counter's value before, or 0."""
+    return ptx(
+        "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; mov.b32 {$w0}, 0;"
+        " @p atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1; }",
+        [Int32],
+        [g_counter, Int32(wanted)],
+    )
+
+
+def load_floats(g_address, wanted):
+    """Four float32 that other blocks wrote, or zeros."""
+    return list(
+        ptx(
+            "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; mov.f32 {$w0}, 0f00000000; mov.f32 {$w1}, 0f00000000;"
+            " mov.f32 {$w2}, 0f00000000; mov.f32 {$w3}, 0f00000000;"
+            " @p ld.global.cg.v4.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}]; }",
+            [Float32] * 4,
+            [g_address, Int32(wanted)],
+        )
+    )
+
+
+def from_first_lane(value):
+    return ptx("shfl.sync.idx.b32 {$w0}, {$r0}, 0, 31, -1;", [Int32], [value])
+
+
 def barrier():
     ptx("bar.sync 0;")
 
@@ -568,8 +595,19 @@ class StagedRows:
         fresh = [exp2((value - raised) * power) for value in t]
         return raised, fma(total, exp2((highest - raised) * power), tree(fresh, add))
 
-    def reduce_row(self, s_scratch, parity, thread, rank, power, highest, total, sums=(), best=None):
-        """Reduce over the threads of a row: a (maximum, sum) pair, plain sums, and a (key, index) argmax."""
+    def tell(self, s_scratch, parity, thread, rank, word):
+        """What the first warp of the row has in ``word``, for all threads of the row."""
+        self.exchange(s_scratch, parity, thread, rank, [word])
+        return self.told(s_scratch, parity, 0)
+
+    def told(self, s_scratch, parity, place):
+        return load_shared_word(s_scratch + parity * (self.warps * self.cluster * self.entry_bytes) + 4 * place)
+
+    def reduce_row(self, s_scratch, parity, thread, rank, power, highest, total, sums=(), best=None, word=None):
+        """Reduce over the threads of a row: a (maximum, sum) pair, plain sums, and a (key, index) argmax.
+
+        With ``word`` also what the first warp has in it.
+        """
         top = warp_reduce(highest, maximum)
         total = warp_reduce(total * exp2((highest - top) * power), add)
         highest = top
@@ -579,7 +617,11 @@ class StagedRows:
         if self.warps * self.cluster == 1:
             return highest, total, sums, best
         words = [highest, total, *sums, *(best or ())]
+        if word is not None:
+            words.append(word)
         entries = self.exchange(s_scratch, parity, thread, rank, words)
+        if word is not None:
+            word = self.told(s_scratch, parity, len(words) - 1)
         pairs = [
             (self.read_entry(entry, 0, Float32(LOWEST)), self.read_entry(entry, 1, Float32(0.0))) for entry in entries
         ]
@@ -602,6 +644,8 @@ class StagedRows:
             for other in candidates[1:]:
                 key, index = better(key, index, *other)
             best = warp_argmax(key, index)
+        if word is not None:
+            return top, total, reduced, best, word
         return top, total, reduced, best
 
     def reduce_sums(self, s_scratch, parity, thread, rank, sums):

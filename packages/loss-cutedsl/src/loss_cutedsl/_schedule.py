@@ -43,6 +43,8 @@ class Schedule(NamedTuple):
         rows: that a group of threads takes at most, one after the other; 0 for as many as there are for it when all
             blocks run at a time. Fewer rows leave less to wait for when some multiprocessors are slower than others,
             and each block starts and ends anew. Taken where it makes at least two waves of blocks.
+        draws: whether a block (or cluster) that has done with a row draws its next one from a counter, so that none
+            waits for the slowest. For one stage.
     """
 
     threads: int
@@ -52,6 +54,7 @@ class Schedule(NamedTuple):
     unroll: int
     blocks: int
     rows: int = 0
+    draws: bool = False
 
     def scratch_bytes(self, entry_words: int) -> int:
         """Shared memory for reductions: two halves, an entry per warp of the row; at least a word per warp; notes."""

@@ -134,6 +134,7 @@ def forward(logits, target, weight, byte_lengths, num_items, options, *, grad, s
     denominator = z_part = prediction = correct = None
     # Results are tensors of their own, not views of one: who changes the loss in place must not touch what is saved.
     lse = new((rows,), (1,), float32)
+    row_losses = new((rows + 3,), (1,), float32) if schedule.draws else None
     if options.reduction == "none":
         loss = new((rows,), (1,), float32)
     else:
@@ -170,6 +171,7 @@ def forward(logits, target, weight, byte_lengths, num_items, options, *, grad, s
         0 if prediction is None else prediction.data_ptr(),
         0 if correct is None else correct.data_ptr(),
         workspace_address,
+        0 if row_losses is None else row_losses.data_ptr(),
         rows,
         blocks,
         slices,
@@ -197,8 +199,9 @@ def prepare(device, dtype, target_dtype, rows, cols, stride, offset, options, *,
     slices = min(MOST_SLICES, clusters, -(-rows // slice_rows))
     words = workspace_words(clusters)
     new, float32 = allocator(device), torch.float32
-    # The lse of the rows, and the denominator.
-    results_like = (rows + 1,), (1,), float32
+    # The lse of the rows, the denominator, and from a vector's start on the losses of the rows where they are kept.
+    row_loss_at = rows // 4 * 4 + 4
+    results_like = (2 * row_loss_at if schedule.draws else rows + 1,), (1,), float32
     divides = options.reduction != "sum"
     grad_stride = cols if gradient else 0
 
@@ -208,7 +211,8 @@ def prepare(device, dtype, target_dtype, rows, cols, stride, offset, options, *,
         launch(
             logits.data_ptr(), stride, grad.data_ptr() if gradient else 0, grad_stride, target.data_ptr(), 0, 0, 0,
             loss.data_ptr(), lse, lse + 4 * rows if divides else 0, 0, 0, 0,
-            zeroed_words(words, device, stream).data_ptr(), rows, blocks, slices, denominator_kind, 1.0,
+            zeroed_words(words, device, stream).data_ptr(), lse + 4 * row_loss_at if schedule.draws else 0,
+            rows, blocks, slices, denominator_kind, 1.0,
             *constants, stream,
         )  # fmt: skip
         return loss, results
