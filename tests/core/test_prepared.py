@@ -33,7 +33,9 @@ class Preparing:
         def forward(logits, target, grad):
             self.called.append("forward")
             assert (grad is not None) == gradient
-            result = reference.cross_entropy_forward(logits, target, None, None, None, options, grad=grad, stats=False)
+            result = reference.cross_entropy_forward(
+                in_rows(logits), target.view(-1), None, None, None, options, grad=in_rows(grad), stats=False
+            )
             if not gradient:
                 return result.loss, None
             behind = torch.full((3,), float("nan"), dtype=result.lse.dtype)
@@ -44,10 +46,15 @@ class Preparing:
             self.called.append(f"backward {skip_if_one}")
             denominator = saved[rows : rows + 1] if options.reduction == "mean" else None
             reference.cross_entropy_backward(
-                grad_loss, logits, target, None, saved[:rows], denominator, options, grad=grad, skip_if_one=skip_if_one
-            )
+                grad_loss, in_rows(logits), target.view(-1), None, saved[:rows], denominator, options,
+                grad=in_rows(grad), skip_if_one=skip_if_one,
+            )  # fmt: skip
 
         return PreparedCrossEntropy(forward, backward if gradient else None)
+
+
+def in_rows(tensor):
+    return tensor if tensor is None or tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
 
 
 @pytest.fixture
@@ -118,6 +125,21 @@ def test_without_a_gradient_it_is_asked_for_the_loss_alone(preparing, options, r
     assert preparing.called == ["forward"] * 3
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (2, 1, 3), ()], ids=str)
+def test_more_dimensions_are_rows_too(preparing, shape):
+    logits = torch.randn(*shape, CLASSES).requires_grad_()
+    target = torch.randint(CLASSES, shape)
+    wanted_loss, wanted_grad = of_torch(logits.reshape(-1, CLASSES), target.reshape(-1))
+    loss = cross_entropy(logits, target, backend="preparing")
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(0.7 * loss, logits, retain_graph=True)
+        torch.testing.assert_close(grad.double(), wanted_grad.view(logits.shape), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(loss.detach().double(), wanted_loss, atol=1e-6, rtol=1e-6)
+    (facts,) = preparing.asked
+    assert facts[3:6] == (max(1, target.numel()), CLASSES, CLASSES)
+    assert preparing.called == ["forward", "backward True", "backward False"]
+
+
 def test_it_is_asked_again_for_what_is_not_the_same(preparing):
     memory = torch.randn(ROWS * 9 + 1)
     target = torch.arange(ROWS) % CLASSES
@@ -163,24 +185,27 @@ def test_logits_that_change_after_the_call_are_reported(preparing):
     assert preparing.called == ["forward"]
 
 
-@pytest.mark.parametrize("layout", ["padded", "offset", "transposed"])
+@pytest.mark.parametrize("layout", ["padded", "offset", "transposed", "three dims"])
 def test_a_hook_may_give_back_saved_tensors_that_lie_otherwise(preparing, layout):
     """As ``torch.autograd.graph.save_on_cpu`` does, and checkpointing may."""
     _, target = logits_and_target()
     memory = torch.randn(ROWS * 9 + 1)
-    logits = (memory[1:] if layout == "offset" else memory[:-1]).view(ROWS, 9)[:, :CLASSES].requires_grad_()
+    logits = (memory[1:] if layout == "offset" else memory[:-1]).view(ROWS, 9)[:, :CLASSES]
+    if layout == "three dims":
+        logits, target = logits.contiguous().view(2, 3, CLASSES), target.view(2, 3)
+    logits.requires_grad_()
 
     def give_back(tensor):
-        if tensor.dim() == 1:
-            return tensor.repeat_interleave(2)[::2]
-        return tensor.t().contiguous().t() if layout == "transposed" else tensor.contiguous()
+        if not tensor.is_floating_point():
+            return tensor.repeat_interleave(2).view(*tensor.shape, 2)[..., 0]
+        return tensor.contiguous() if layout in ("padded", "offset") else tensor.mT.contiguous().mT
 
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), give_back):
         loss = cross_entropy(logits, target, backend="preparing")
-    _, wanted = of_torch(logits, target)
+    _, wanted = of_torch(in_rows(logits), target.reshape(-1))
     for again in (False, True):
         (grad,) = torch.autograd.grad(0.7 * loss, logits, retain_graph=not again)
-        torch.testing.assert_close(grad.double(), wanted, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(in_rows(grad).double(), wanted, atol=1e-6, rtol=1e-6)
     assert preparing.called == ["forward"]
 
 
@@ -222,7 +247,7 @@ class Labelled(torch.Tensor):
 
 @pytest.mark.parametrize(
     "unusual",
-    ["none", "weight", "num_items", "byte_mean", "inplace", "stats", "class dim", "three dims", "strided target",
+    ["none", "weight", "num_items", "byte_mean", "inplace", "stats", "class dim", "strided dims", "strided target",
      "class stride", "no rows", "subclass", "torch.func"],
 )  # fmt: skip
 def test_unusual_calls_are_not_prepared(preparing, unusual):
@@ -241,7 +266,7 @@ def test_unusual_calls_are_not_prepared(preparing, unusual):
             "byte_mean": (logits, target, {"reduction": "byte_mean", "byte_lengths": torch.ones(ROWS).long()}),
             "inplace": (logits * 1, target, {"inplace": True}),
             "class dim": (logits.t(), target, {"dim": 0}),
-            "three dims": (logits[None], target[None], {}),
+            "strided dims": (logits.view(2, 3, CLASSES)[:, :2], target.view(2, 3)[:, :2], {}),
             "strided target": (logits, target.repeat_interleave(2)[::2], {}),
             "class stride": (torch.randn(CLASSES, ROWS).t().requires_grad_(), target, {}),
             "no rows": (logits[:0], target[:0], {}),

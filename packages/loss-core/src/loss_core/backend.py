@@ -88,7 +88,8 @@ once, on the device, if it is 1. It serves ``inplace=True``, where the logits ar
 ``"sum"``, with its gradient or without, from logits and targets alone. It gets what such calls have in common -- rows
 and classes, at least one of each; the logits' row stride; their address modulo 16 -- and returns two functions for
 them, which do what ``cross_entropy_forward`` and ``cross_entropy_backward`` do, for a contiguous gradient in new
-memory; or None, and these are called. loss-core keeps the functions, so that what can be looked up once is not looked
+memory; or None, and these are called. The logits may have more dimensions than rows and classes, in memory that lies
+so; target and gradient then have too. loss-core keeps the functions, so that what can be looked up once is not looked
 up at each call.
 
 ``softmax_columns_forward(input, output)`` and ``softmax_columns_backward(grad_output, output, grad_input)`` do the same

@@ -27,6 +27,24 @@ def class_dim(shape: torch.Size, dim: int, name: str = "input") -> int:
     return dim % dims
 
 
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of that shape."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def row_stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
+    """Elements from one row of the last dimension to the next, or None where that is no one number."""
+    if not shape or strides[-1] != 1:
+        return None
+    if len(shape) == 2:
+        return strides[0]
+    return shape[-1] if strides == contiguous_strides(shape) else None
+
+
 def to_rows(input: Tensor, dim: int) -> Tensor:
     """`input` as (rows, classes) with stride 1 along classes: a view where its strides permit, else a copy."""
     # What lies in the memory of a negative view has the other sign.

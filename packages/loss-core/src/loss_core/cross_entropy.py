@@ -14,7 +14,7 @@ backend prepared. Few functions lie on it, for in a training step the caches are
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from math import inf
+from math import inf, prod
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -26,10 +26,12 @@ from loss_core import registry
 from loss_core.backend import REDUCTIONS, CrossEntropyForward, CrossEntropyOptions, UnsupportedInput
 from loss_core.canonical import (
     class_dim,
+    contiguous_strides,
     from_rows,
     is_current,
     may_be_overwritten,
     on_device_of,
+    row_stride,
     sent_to,
     several_devices,
     share_memory,
@@ -171,7 +173,7 @@ def cross_entropy(
         )  # fmt: skip
         if usual is not None and (usual.one_device or is_current(input.device)):
             if usual.looked_at or (has(VALIDATE) and is_on("LOSS_VALIDATE")):
-                _check_range(target, usual.shape[1], usual.options.ignore_index, target.shape)
+                _check_range(target.reshape(-1), usual.shape[-1], usual.options.ignore_index, target.shape)
             return _apply_usual(input, (target, usual)) if gradient else usual.forward(input, target, None)[0]
     return _compute(
         input, target, weight, byte_lengths, num_items, inplace, backend, False,
@@ -450,10 +452,10 @@ class _Usual(NamedTuple):
     forward: Any
     backward: Any
     new: Any
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
-    contiguous: tuple[int, int]
+    contiguous: tuple[int, ...]
     dtype: torch.dtype
     looked_at: bool
     one_device: bool
@@ -480,22 +482,24 @@ def _usual(
     """The call if it is one and the backend prepares it. `searches` only tells apart what is kept."""
     facts = _facts_met(dtype, shape, device, target_dtype, target_shape, target_device, *of_facts)
     options = facts.options
-    in_rows = facts.in_rows and strides[1] == 1 and target_strides == (1,) and shape[0] > 0
-    if facts.probabilities or not in_rows or options.reduction not in ("mean", "sum"):
+    stride = row_stride(shape, strides) if facts.dim == len(shape) - 1 else None
+    rows, classes = prod(shape[:-1]), shape[-1]
+    if stride is None or not rows or target_strides != contiguous_strides(target_shape):
+        return None
+    if facts.probabilities or options.reduction not in ("mean", "sum"):
         return None
     backend = registry.candidates("cross_entropy", device, name)[0]
     prepare = getattr(backend.module, "cross_entropy_prepare", None)
     if prepare is None:
         return None
-    rows, classes = shape
     try:
-        prepared = prepare(device, dtype, target_dtype, rows, classes, strides[0], offset, options, gradient=gradient)
+        prepared = prepare(device, dtype, target_dtype, rows, classes, stride, offset, options, gradient=gradient)
     except UnsupportedInput:
         return None
     if prepared is None:
         return None
     return _Usual(
-        *prepared, allocator(device), (rows, classes), strides, offset, (classes, 1), dtype,
+        *prepared, allocator(device), tuple(shape), strides, offset, contiguous_strides(shape), dtype,
         facts.looked_at, not several_devices(), options, backend.module,
     )  # fmt: skip
 
@@ -704,11 +708,12 @@ class _UsualCrossEntropy(torch.autograd.Function):
             usual.backward(grad_loss, input, target, saved, grad, in_forward)
         else:
             # A hook for saved tensors may give back other ones, such as what it had moved to the CPU.
-            rows = usual.shape[0]
+            logits = to_rows(input, input.dim() - 1)
+            rows = logits.shape[0]
             denominator = saved[rows : rows + 1] if usual.options.reduction == "mean" else None
             usual.module.cross_entropy_backward(
-                grad_loss, to_rows(input, 1), target.contiguous(), None, saved[:rows], denominator, usual.options,
-                grad=grad, skip_if_one=in_forward,
+                grad_loss, logits, target.reshape(-1).contiguous(), None, saved[:rows], denominator, usual.options,
+                grad=grad.view(logits.shape), skip_if_one=in_forward,
             )  # fmt: skip
         if torch.is_grad_enabled():
             grad = first_derivative_only(grad, "cross_entropy", grad_loss, input)
