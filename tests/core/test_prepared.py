@@ -1,9 +1,9 @@
-"""The usual call, whose functions a backend prepares and loss-core keeps."""
+"""The usual calls, whose functions a backend prepares and loss-core keeps."""
 
 import pytest
 import torch
-from loss_core import cross_entropy, cross_entropy_with_stats, reference, registry, use_backend
-from loss_core.backend import CrossEntropyOptions, PreparedCrossEntropy, UnsupportedInput
+from loss_core import cross_entropy, cross_entropy_with_stats, log_softmax, reference, registry, softmax, use_backend
+from loss_core.backend import CrossEntropyOptions, PreparedCrossEntropy, PreparedSoftmax, UnsupportedInput
 
 ROWS, CLASSES = 6, 5
 
@@ -12,12 +12,15 @@ class Preparing:
     """A backend that notes what it is asked to prepare and what of it is called."""
 
     API_VERSION = 1
-    OPS = ("cross_entropy",)
+    OPS = ("cross_entropy", "softmax", "log_softmax")
 
     def __init__(self):
         self.asked, self.called, self.refusing, self.nothing = [], [], False, False
         self.cross_entropy_forward = reference.cross_entropy_forward
         self.cross_entropy_backward = reference.cross_entropy_backward
+        for op in ("softmax", "log_softmax"):
+            for direction in ("forward", "backward"):
+                setattr(self, f"{op}_{direction}", getattr(reference, f"{op}_{direction}"))
 
     def unavailable_reason(self, device):
         return None
@@ -51,6 +54,30 @@ class Preparing:
             )  # fmt: skip
 
         return PreparedCrossEntropy(forward, backward if gradient else None)
+
+    def softmax_prepare(self, *facts):
+        return self.prepared_softmax("softmax", *facts)
+
+    def log_softmax_prepare(self, *facts):
+        return self.prepared_softmax("log_softmax", *facts)
+
+    def prepared_softmax(self, op, *facts):
+        self.asked.append(facts)
+        if self.refusing:
+            raise UnsupportedInput("not today")
+        if self.nothing:
+            return None
+
+        def forward(input, output):
+            self.called.append("forward")
+            getattr(reference, f"{op}_forward")(in_rows(input), in_rows(output))
+
+        def backward(*tensors):
+            self.called.append("backward")
+            assert all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors)
+            getattr(reference, f"{op}_backward")(*map(in_rows, tensors))
+
+        return PreparedSoftmax(forward, backward)
 
 
 def in_rows(tensor):
@@ -289,3 +316,95 @@ def test_the_choice_of_the_backend_is_not_kept(preparing):
     registry.refresh()
     cross_entropy(logits, target, backend="preparing")
     assert len(preparing.asked) == 2
+
+
+# Softmax
+
+SOFTMAXES = pytest.mark.parametrize("op", [softmax, log_softmax], ids=lambda op: op.__name__)
+
+
+def softmax_of_torch(op, input, upstream):
+    exact = input.detach().double().requires_grad_()
+    output = getattr(torch, op.__name__)(exact, -1)
+    return output.detach(), torch.autograd.grad(output, exact, upstream.double())[0]
+
+
+@SOFTMAXES
+@pytest.mark.parametrize("shape", [(ROWS, CLASSES), (2, 3, CLASSES), (CLASSES,)], ids=str)
+def test_a_softmax_is_asked_once_and_gives_result_and_gradient(preparing, op, shape):
+    for dim in (-1, -1, len(shape) - 1):
+        input, upstream = torch.randn(shape).requires_grad_(), torch.randn(shape)
+        output = op(input, dim, backend="preparing")
+        wanted, wanted_grad = softmax_of_torch(op, input, upstream)
+        for _ in range(2):
+            (grad,) = torch.autograd.grad(output, input, upstream, retain_graph=True)
+            torch.testing.assert_close(grad.double(), wanted_grad, atol=1e-6, rtol=1e-5)
+        alone = op(input.detach(), dim, backend="preparing")
+        for result in (output.detach(), alone):
+            torch.testing.assert_close(result.double(), wanted, atol=1e-6, rtol=1e-5)
+        assert not alone.requires_grad
+    device, rows = torch.device("cpu"), max(1, input.numel() // CLASSES)
+    # The dimension has two names.
+    assert preparing.asked == [(device, torch.float32, rows, CLASSES, CLASSES, 0)] * 2
+    assert preparing.called == ["forward", "backward", "backward", "forward"] * 3
+
+
+@SOFTMAXES
+@pytest.mark.parametrize("what", ["upstream", "saved"])
+@pytest.mark.parametrize("layout", ["expanded", "transposed", "offset"])
+def test_a_softmax_whose_gradient_or_saved_result_lies_otherwise(preparing, op, what, layout):
+    def otherwise(tensor):
+        if layout == "expanded":
+            return tensor[:1].clone().expand_as(tensor)
+        if layout == "transposed":
+            return tensor.t().contiguous().t()
+        memory = torch.empty(tensor.numel() + 1)
+        memory[1:] = tensor.reshape(-1)
+        return memory[1:].view(tensor.shape)
+
+    input, upstream = torch.randn(1, CLASSES).repeat(ROWS, 1).requires_grad_(), torch.randn(ROWS, CLASSES)
+    wanted_of = otherwise(upstream) if what == "upstream" else upstream
+    unpack = otherwise if what == "saved" else (lambda tensor: tensor)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), unpack):
+        output = op(input, backend="preparing")
+    (grad,) = torch.autograd.grad(output, input, wanted_of)
+    torch.testing.assert_close(grad.double(), softmax_of_torch(op, input, wanted_of)[1], atol=1e-6, rtol=1e-5)
+    assert preparing.called == ["forward"]
+
+
+@SOFTMAXES
+@pytest.mark.parametrize(
+    "unusual",
+    ["dtype", "autocast", "class dim", "class stride", "strided dims", "empty", "scalar", "subclass", "refusing",
+     "nothing"],
+)  # fmt: skip
+def test_an_unusual_softmax_goes_the_general_way(preparing, op, unusual):
+    preparing.refusing, preparing.nothing = unusual == "refusing", unusual == "nothing"
+    input, dim, options = torch.randn(ROWS, CLASSES), -1, {}
+    if unusual == "dtype":
+        options = {"dtype": torch.float64}
+    input = {
+        "autocast": input.bfloat16(),
+        "class dim": input.t(),
+        "class stride": torch.randn(CLASSES, ROWS).t(),
+        "strided dims": torch.randn(2, ROWS, 3, CLASSES)[:, :, 1],
+        "empty": input[:0],
+        "scalar": torch.tensor(1.0),
+        "subclass": input.as_subclass(Labelled),
+    }.get(unusual, input)
+    dim = 0 if unusual == "class dim" else -1
+    input.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=unusual == "autocast"):
+        output = op(input, dim, backend="preparing", **options)
+    assert output.dtype == (torch.float32 if unusual == "autocast" else options.get("dtype", torch.float32))
+    exact = getattr(torch, op.__name__)(input.detach().double(), dim)
+    torch.testing.assert_close(output.detach().as_subclass(torch.Tensor).double(), exact, atol=1e-6, rtol=1e-5)
+    assert preparing.called == []
+
+
+@SOFTMAXES
+def test_second_derivatives_of_a_softmax_are_refused(preparing, op):
+    input = torch.randn(ROWS, CLASSES, requires_grad=True)
+    (grad,) = torch.autograd.grad(op(input, backend="preparing")[:, 0].sum(), input, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        grad.sum().backward()

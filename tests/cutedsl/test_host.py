@@ -116,6 +116,27 @@ def test_prepared_calls_launch_what_calls_launch(launches, gradient, reduction, 
         assert launches[0] == launches[1]
 
 
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+@pytest.mark.parametrize(
+    ("rows", "cols", "padding", "offset"),
+    [(5, 8, 0, 0), (5, 8, 3, 0), (4096, 8192, 8, 0), (7, 9, 0, 1), (3, 2**17, 0, 0), (2, 2**20, 0, 0)],
+)
+def test_prepared_softmax_launches_what_softmax_launches(launches, op, rows, cols, padding, offset):
+    memory = torch.zeros(offset + rows * (cols + padding), dtype=torch.bfloat16)
+    input = memory[offset:].view(rows, cols + padding)[:, :cols]
+    new = [torch.zeros(rows, cols, dtype=torch.bfloat16) for _ in range(3)]
+    prepared = getattr(softmax, f"{op}_prepare")(
+        input.device, input.dtype, rows, cols, input.stride(0), input.data_ptr() % 16
+    )
+    prepared.forward(input, new[0])
+    getattr(softmax, f"{op}_forward")(input, new[0])
+    prepared.backward(*new)
+    getattr(softmax, f"{op}_backward")(*new)
+    assert launches[0] == launches[1]
+    assert launches[2] == launches[3]
+    assert softmax._prepare(input.device, torch.float64, rows, cols, cols, 0, False) is None
+
+
 def test_no_rows_give_what_a_sum_over_nothing_gives(launches):
     def loss(reduction, num_items=None):
         options = CrossEntropyOptions(reduction=reduction)

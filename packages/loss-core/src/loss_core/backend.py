@@ -34,6 +34,8 @@ form, autograd, ``torch.compile``, device guard; the backend allocates its small
 
     softmax_forward(input, output) -> None          log_softmax_forward(input, output) -> None
     softmax_backward(grad_output, output, grad_input) -> None       (and log_softmax_backward)
+    softmax_prepare(device, dtype, rows, classes, stride, offset)
+        -> PreparedSoftmax | None                                   (optional; and log_softmax_prepare)
     softmax_columns_forward, softmax_columns_backward               (optional; and log_softmax_columns_...)
 
 **Ready-made.** One differentiable function, for a library that brings its own autograd::
@@ -91,6 +93,8 @@ them, which do what ``cross_entropy_forward`` and ``cross_entropy_backward`` do,
 memory; or None, and these are called. The logits may have more dimensions than rows and classes, in memory that lies
 so; target and gradient then have too. loss-core keeps the functions, so that what can be looked up once is not looked
 up at each call.
+
+``softmax_prepare`` is the same for softmax along the last dimension, its result in the input's dtype.
 
 ``softmax_columns_forward(input, output)`` and ``softmax_columns_backward(grad_output, output, grad_input)`` do the same
 along the middle of (outer, classes, inner), inner > 1 with stride 1, the other strides and the alignment anything.
@@ -197,6 +201,18 @@ class CrossEntropyForward(NamedTuple):
     z_loss: Tensor | None = None
     prediction: Tensor | None = None
     correct: Tensor | None = None
+
+
+class PreparedSoftmax(NamedTuple):
+    """What ``softmax_prepare`` returns; all but the input is contiguous and starts at a multiple of 16 bytes.
+
+    Attributes:
+        forward: (input, output) -> None, as ``softmax_forward``.
+        backward: (grad_output, output, grad_input) -> None, as ``softmax_backward``.
+    """
+
+    forward: Callable[[Tensor, Tensor], None]
+    backward: Callable[[Tensor, Tensor, Tensor], None]
 
 
 class PreparedCrossEntropy(NamedTuple):

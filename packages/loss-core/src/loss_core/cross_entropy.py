@@ -499,8 +499,8 @@ def _usual(
     if prepared is None:
         return None
     return _Usual(
-        *prepared, allocator(device), tuple(shape), strides, offset, contiguous_strides(shape), dtype,
-        facts.looked_at, not several_devices(), options, backend.module,
+        prepared.forward, prepared.backward, allocator(device), tuple(shape), strides, offset,
+        contiguous_strides(shape), dtype, facts.looked_at, not several_devices(), options, backend.module,
     )  # fmt: skip
 
 

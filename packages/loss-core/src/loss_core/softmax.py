@@ -3,11 +3,16 @@
 The way of a call: ``softmax`` -> ``_run`` (choice of the backend) -> ``_Softmax`` (autograd; skipped where no gradient
 is wanted) -> the backend's ``softmax_forward``, or ``softmax_columns_forward`` where that spares a transposed copy.
 Under ``torch.compile`` the middle is one opaque op.
+
+The usual call, along the last dimension of rows, goes a shorter way: ``_run`` -> ``_usual`` (all that does not depend
+on values, looked up) -> ``_UsualSoftmax``, where a gradient is wanted -> the functions that the backend prepared.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +20,20 @@ from torch.autograd import forward_ad
 
 from loss_core import registry
 from loss_core.backend import UnsupportedInput
-from loss_core.canonical import class_dim, from_rows, on_device_of, to_rows
+from loss_core.canonical import (
+    class_dim,
+    contiguous_strides,
+    from_rows,
+    is_current,
+    on_device_of,
+    row_stride,
+    several_devices,
+    to_rows,
+)
 from loss_core.columns import from_columns, outer_dims, to_columns
 from loss_core.derivative import first_derivative_only, refuse_tangent
 from loss_core.dtypes import FLOATING, kind, names
+from loss_core.memory import allocator
 from loss_core.registry import Backend
 
 
@@ -71,6 +86,23 @@ def log_softmax(
 
 
 def _run(op: str, input: Tensor, dim: int, dtype: torch.dtype | None, backend: str | None) -> Tensor:
+    if (
+        type(input) is Tensor
+        and dtype is None
+        and not torch.is_autocast_enabled(input.device.type)
+        and not torch.compiler.is_dynamo_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    ):
+        usual = _usual(
+            op, input.dtype, input.shape, input.stride(), input.data_ptr() % 16, input.device, dim,
+            backend or registry.chosen(), registry.searches,
+        )  # fmt: skip
+        if usual is not None and (usual.one_device or is_current(input.device)):
+            if input.requires_grad and torch.is_grad_enabled():
+                return _apply_usual(input, usual)
+            output = usual.new(usual.shape, usual.contiguous, usual.dtype)
+            usual.forward(input, output)
+            return output
     if not isinstance(input, Tensor) or input.dtype not in FLOATING:
         raise TypeError(f"input must be a tensor of {names(FLOATING)}, got {kind(input)}")
     if dtype is None:
@@ -86,6 +118,108 @@ def _run(op: str, input: Tensor, dim: int, dtype: torch.dtype | None, backend: s
 def _default_dtype(input: Tensor) -> torch.dtype:
     half = input.dtype in (torch.float16, torch.bfloat16)
     return torch.float32 if half and torch.is_autocast_enabled(input.device.type) else input.dtype
+
+
+class _Usual(NamedTuple):
+    """The usual call, prepared by a backend.
+
+    Attributes:
+        forward, backward: of ``PreparedSoftmax``.
+        new: what allocates the result and the gradient.
+        shape, contiguous, dtype: theirs; the second their strides.
+        one_device: whether there is but one, which then is current.
+        op, module: of the backend.
+    """
+
+    forward: Any
+    backward: Any
+    new: Any
+    shape: tuple[int, ...]
+    contiguous: tuple[int, ...]
+    dtype: torch.dtype
+    one_device: bool
+    op: str
+    module: Any
+
+
+@lru_cache(1024)
+def _usual(
+    op: str,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    offset: int,
+    device: torch.device,
+    dim: int,
+    name: str | None,
+    searches: int,
+) -> _Usual | None:
+    """The call if it is one and the backend prepares it. `searches` only tells apart what is kept."""
+    stride = row_stride(shape, strides) if class_dim(shape, dim) == len(shape) - 1 else None
+    if stride is None or dtype not in FLOATING or not prod(shape):
+        return None
+    module: Any = registry.candidates(op, device, name)[0].module
+    prepare = getattr(module, f"{op}_prepare", None)
+    if prepare is None:
+        return None
+    try:
+        prepared = prepare(device, dtype, prod(shape[:-1]), shape[-1], stride, offset)
+    except UnsupportedInput:
+        return None
+    if prepared is None:
+        return None
+    contiguous = contiguous_strides(shape)
+    return _Usual(
+        prepared.forward,
+        prepared.backward,
+        allocator(device),
+        tuple(shape),
+        contiguous,
+        dtype,
+        not several_devices(),
+        op,
+        module,
+    )
+
+
+class _UsualSoftmax(torch.autograd.Function):
+    """``_Softmax`` for the usual call."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, usual: _Usual) -> Tensor:  # type: ignore[override]
+        output = usual.new(usual.shape, usual.contiguous, usual.dtype)
+        usual.forward(input, output)
+        ctx.save_for_backward(output)
+        ctx.usual = usual
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (output,) = ctx.saved_tensors
+        usual = ctx.usual
+        contiguous = usual.contiguous
+        if (
+            grad_output.stride() == contiguous == output.stride()
+            and not (grad_output.data_ptr() | output.data_ptr()) % 16
+        ):  # fmt: skip
+            grad = usual.new(usual.shape, contiguous, usual.dtype)
+            usual.backward(grad_output, output, grad)
+        else:
+            with torch.no_grad():
+                grad = _launch(
+                    usual.op, "backward", (grad_output, output), output.dim() - 1, usual.dtype, usual.module, True
+                )
+        if torch.is_grad_enabled():
+            grad = first_derivative_only(grad, usual.op, grad_output, output)
+        return grad, None
+
+
+# What autograd calls looks up the backward, in Python, each time.
+if hasattr(_UsualSoftmax, "_backward_cls"):
+    _UsualSoftmax._backward_cls.apply = _UsualSoftmax.backward
+
+# Function.apply serves torch.func's transforms first, in Python; without one that takes as long as the rest.
+_apply_usual = super(torch.autograd.Function, _UsualSoftmax).apply
 
 
 def _first_that_can(

@@ -9,7 +9,7 @@ the op itself in the place of the function here.
 from __future__ import annotations
 
 import torch
-from loss_core.backend import CrossEntropyForward, CrossEntropyOptions, PreparedCrossEntropy
+from loss_core.backend import CrossEntropyForward, CrossEntropyOptions, PreparedCrossEntropy, PreparedSoftmax
 from torch import Tensor
 
 from .__about__ import __version__
@@ -24,8 +24,10 @@ __all__ = [
     "cross_entropy_rescale",
     "log_softmax_backward",
     "log_softmax_forward",
+    "log_softmax_prepare",
     "softmax_backward",
     "softmax_forward",
+    "softmax_prepare",
     "unavailable_reason",
 ]
 
@@ -53,6 +55,8 @@ def _load() -> None:
         softmax_backward=softmax.softmax_backward,
         log_softmax_forward=softmax.log_softmax_forward,
         log_softmax_backward=softmax.log_softmax_backward,
+        softmax_prepare=softmax.softmax_prepare,
+        log_softmax_prepare=softmax.log_softmax_prepare,
     )
 
 
@@ -136,3 +140,19 @@ def log_softmax_backward(grad_output: Tensor, output: Tensor, grad_input: Tensor
     """``grad_input`` of log_softmax, from its output."""
     _load()
     log_softmax_backward(grad_output, output, grad_input)
+
+
+def softmax_prepare(
+    device: torch.device, dtype: torch.dtype, rows: int, classes: int, stride: int, offset: int
+) -> PreparedSoftmax | None:
+    """Both directions for inputs that have all of this in common, what they look up being looked up."""
+    _load()
+    return softmax_prepare(device, dtype, rows, classes, stride, offset)
+
+
+def log_softmax_prepare(
+    device: torch.device, dtype: torch.dtype, rows: int, classes: int, stride: int, offset: int
+) -> PreparedSoftmax | None:
+    """As ``softmax_prepare``, for log_softmax."""
+    _load()
+    return log_softmax_prepare(device, dtype, rows, classes, stride, offset)

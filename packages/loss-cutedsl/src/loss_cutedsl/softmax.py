@@ -20,6 +20,7 @@ from typing import NamedTuple
 import cutlass
 import torch
 from cutlass import Float32, Int32, Int64, Uint32, cute
+from loss_core.backend import PreparedSoftmax
 
 from . import _schedule
 from ._compile import compiled
@@ -501,14 +502,50 @@ def _run_in_float32(backward, log, *tensors):
 
 def run_plan(plan, *tensors):
     """Hand over addresses and numbers."""
-    launch, schedule, chunks, shared_bytes, most_blocks = plan
     first = tensors[0]
-    rows, cols = first.shape
-    grid = _schedule.grid_blocks(schedule, most_blocks, rows)
     addresses = []
     for tensor in tensors:
         addresses += (tensor.data_ptr(), tensor.stride(0))
-    launch(*addresses, rows, cols, chunks, grid, shared_bytes, stream_of(first.get_device()))
+    plan.launch(*addresses, *_numbers(plan, *first.shape), stream_of(first.get_device()))
+
+
+def _prepare(device, dtype, rows, cols, stride, offset, log):
+    """Both directions, in new contiguous memory but for the input; None where the general way refuses."""
+    if dtype not in DTYPES or max(rows, cols) > _schedule.LARGEST:
+        return None
+    index, size = device.index, dtype.itemsize
+    cut = cols * size % VECTOR_BYTES != 0
+    forth = _plan(index, dtype, cols, cut or (offset | stride * size) % VECTOR_BYTES != 0, False, log)
+    back = _plan(index, dtype, cols, cut, True, log)
+    launch_forth, forth_numbers = forth.launch, _numbers(forth, rows, cols)
+    launch_back, back_numbers = back.launch, _numbers(back, rows, cols)
+
+    def forward(input, output):
+        launch_forth(input.data_ptr(), stride, output.data_ptr(), cols, *forth_numbers, stream_of(index))
+
+    def backward(grad_output, output, grad_input):
+        launch_back(
+            grad_output.data_ptr(), cols, output.data_ptr(), cols, grad_input.data_ptr(), cols,
+            *back_numbers, stream_of(index),
+        )  # fmt: skip
+
+    return PreparedSoftmax(forward, backward)
+
+
+def _numbers(plan, rows, cols):
+    """What a launch takes after the addresses and strides."""
+    grid = _schedule.grid_blocks(plan.schedule, plan.most_blocks, rows)
+    return rows, cols, plan.chunks, grid, plan.shared_bytes
+
+
+def softmax_prepare(device, dtype, rows, cols, stride, offset):
+    """``softmax_prepare`` of the contract in loss_core.backend."""
+    return _prepare(device, dtype, rows, cols, stride, offset, False)
+
+
+def log_softmax_prepare(device, dtype, rows, cols, stride, offset):
+    """``log_softmax_prepare`` of the contract in loss_core.backend."""
+    return _prepare(device, dtype, rows, cols, stride, offset, True)
 
 
 def softmax_forward(input, output):

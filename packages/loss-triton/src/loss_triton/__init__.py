@@ -22,7 +22,14 @@ from loss_triton.cross_entropy import (
     cross_entropy_prepare,
     cross_entropy_rescale,
 )
-from loss_triton.softmax import log_softmax_backward, log_softmax_forward, softmax_backward, softmax_forward
+from loss_triton.softmax import (
+    log_softmax_backward,
+    log_softmax_forward,
+    log_softmax_prepare,
+    softmax_backward,
+    softmax_forward,
+    softmax_prepare,
+)
 from loss_triton.softmax_columns import (
     log_softmax_columns_backward,
     log_softmax_columns_forward,
@@ -49,10 +56,12 @@ __all__ = [
     "log_softmax_columns_backward",
     "log_softmax_columns_forward",
     "log_softmax_forward",
+    "log_softmax_prepare",
     "softmax_backward",
     "softmax_columns_backward",
     "softmax_columns_forward",
     "softmax_forward",
+    "softmax_prepare",
     "unavailable_reason",
 ]
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from loss_core.backend import PreparedSoftmax
 from torch import Tensor
 
-from loss_triton.launch import kernel, prepared, refuse_float64
+from loss_triton.launch import Launch, kernel, prepared, refuse_float64
 from loss_triton.rows import LOG2_E, block_columns, body_of, edge_columns, lane_max, lane_sum, online_sum, vectors
 
 
@@ -307,75 +309,112 @@ def _schedule(direction: str, classes: int) -> Schedule:
     return next(schedule for widest, schedule in _LOOPS[direction] if widest is None or classes <= widest)
 
 
-def _vectors_and_edges(classes: int, tensors: tuple[Tensor, ...]) -> tuple[int, bool]:
-    """VECTOR and EDGES for rows of all of `tensors`."""
-    vector = 4
-    for tensor in tensors:
-        vector = max(vector, 16 // tensor.element_size())
-    starts = {tensor.data_ptr() // tensor.element_size() % vector for tensor in tensors}
-    steps = {tensor.stride(0) % vector for tensor in tensors}
+def _vectors_and_edges(rows: int, classes: int, places: list[tuple[int, int, int]]) -> tuple[int, bool]:
+    """VECTOR and EDGES for rows of tensors at all of `places`: address, row stride, bytes of an element."""
+    vector = max(4, *(16 // size for _, _, size in places))
+    starts = {address // size % vector for address, _, size in places}
+    steps = {stride % vector for _, stride, _ in places}
     if starts == {0} and steps == {0} and not classes % vector:
         return vector, False
     # Edges have to be at the same columns of all, and few.
-    if classes < 2 * vector or len(starts) > 1 or (len(steps) > 1 and tensors[0].shape[0] > 1):
+    if classes < 2 * vector or len(starts) > 1 or (len(steps) > 1 and rows > 1):
         return 1, False
     return vector, True
 
 
+def _places(*tensors: Tensor) -> list[tuple[int, int, int]]:
+    return [(tensor.data_ptr(), tensor.stride(0), tensor.element_size()) for tensor in tensors]
+
+
 def softmax_forward(input: Tensor, output: Tensor) -> None:
     """``output <- softmax(input)`` over (rows, classes)."""
-    _forward(input, output, LOG=False)
+    _run("forward", (input, output), LOG=False)
 
 
 def log_softmax_forward(input: Tensor, output: Tensor) -> None:
     """``output <- log_softmax(input)`` over (rows, classes)."""
-    _forward(input, output, LOG=True)
+    _run("forward", (input, output), LOG=True)
 
 
 def softmax_backward(grad_output: Tensor, output: Tensor, grad_input: Tensor) -> None:
     """``grad_input <- d softmax`` from the gradient of its result and the result itself."""
-    _backward(grad_output, output, grad_input, LOG=False)
+    _run("backward", (grad_output, output, grad_input), LOG=False)
 
 
 def log_softmax_backward(grad_output: Tensor, output: Tensor, grad_input: Tensor) -> None:
     """``grad_input <- d log_softmax`` from the gradient of its result and the result itself."""
-    _backward(grad_output, output, grad_input, LOG=True)
+    _run("backward", (grad_output, output, grad_input), LOG=True)
 
 
-def _forward(input: Tensor, output: Tensor, LOG: bool) -> None:
-    refuse_float64(input.dtype, output.dtype)
-    rows, classes = input.shape
+def softmax_prepare(
+    device: torch.device, dtype: torch.dtype, rows: int, classes: int, stride: int, offset: int
+) -> PreparedSoftmax:
+    """See ``loss_core.backend``."""
+    return _prepare(device, dtype, rows, classes, stride, offset, LOG=False)
+
+
+def log_softmax_prepare(
+    device: torch.device, dtype: torch.dtype, rows: int, classes: int, stride: int, offset: int
+) -> PreparedSoftmax:
+    """See ``loss_core.backend``."""
+    return _prepare(device, dtype, rows, classes, stride, offset, LOG=True)
+
+
+class _Plan(NamedTuple):
+    """A kernel's launch: of that many programs, with its first numbers, which the strides follow."""
+
+    launch: Launch
+    programs: int
+    numbers: tuple[int, ...]
+
+
+def _plan(
+    direction: str, device: torch.device, dtypes: tuple[torch.dtype, ...], rows: int, classes: int,
+    places: list[tuple[int, int, int]], LOG: bool,
+) -> _Plan:  # fmt: skip
+    refuse_float64(*dtypes)
+    rows_each, block, hold, warps = _schedule(direction, classes)
+    vector, edges = _vectors_and_edges(rows, classes, places)
+    key, threads = (device.index, *dtypes), 32 * warps
+    whole, loop = _KERNELS[direction]
+    if hold:
+        return _Plan(prepared(loop, key, (LOG, block, hold, threads, vector, edges), threads), rows, (classes,))
+    launch = prepared(whole, key, (LOG, rows_each, block, vector, edges), threads)
+    return _Plan(launch, -(-rows // rows_each), (rows, classes))
+
+
+_KERNELS = {
+    "forward": (softmax_fwd_kernel, softmax_fwd_long_kernel),
+    "backward": (softmax_bwd_kernel, softmax_bwd_long_kernel),
+}
+
+
+def _run(direction: str, tensors: tuple[Tensor, ...], LOG: bool) -> None:
+    """Launch over (rows, classes)."""
+    last = tensors[-1]
+    rows, classes = last.shape
+    dtypes = tuple(tensor.dtype for tensor in tensors)
     if not rows or not classes:
+        refuse_float64(*dtypes)
         return
-    schedule = _schedule("forward", classes)
-    vector, edges = _vectors_and_edges(classes, (input, output))
-    key = input.device.index, input.dtype, output.dtype
-    strides = input.stride(0), output.stride(0)
-    threads = 32 * schedule.warps
-    if schedule.hold:
-        constants = LOG, schedule.block, schedule.hold, threads, vector, edges
-        launch = prepared(softmax_fwd_long_kernel, key, constants, threads)
-        launch(rows, (input, output), classes, *strides)
-    else:
-        launch = prepared(softmax_fwd_kernel, key, (LOG, schedule.rows, schedule.block, vector, edges), threads)
-        launch(-(-rows // schedule.rows), (input, output), rows, classes, *strides)
+    launch, programs, numbers = _plan(direction, last.device, dtypes, rows, classes, _places(*tensors), LOG)
+    launch(programs, tensors, *numbers, *(tensor.stride(0) for tensor in tensors))
 
 
-def _backward(grad_output: Tensor, output: Tensor, grad_input: Tensor, LOG: bool) -> None:
-    refuse_float64(grad_output.dtype, output.dtype, grad_input.dtype)
-    rows, classes = output.shape
-    if not rows or not classes:
-        return
-    schedule = _schedule("backward", classes)
-    tensors = grad_output, output, grad_input
-    vector, edges = _vectors_and_edges(classes, tensors)
-    key = output.device.index, grad_output.dtype, output.dtype, grad_input.dtype
-    strides = grad_output.stride(0), output.stride(0), grad_input.stride(0)
-    threads = 32 * schedule.warps
-    if schedule.hold:
-        constants = LOG, schedule.block, schedule.hold, threads, vector, edges
-        launch = prepared(softmax_bwd_long_kernel, key, constants, threads)
-        launch(rows, tensors, classes, *strides)
-    else:
-        launch = prepared(softmax_bwd_kernel, key, (LOG, schedule.rows, schedule.block, vector, edges), threads)
-        launch(-(-rows // schedule.rows), tensors, rows, classes, *strides)
+def _prepare(
+    device: torch.device, dtype: torch.dtype, rows: int, classes: int, stride: int, offset: int, LOG: bool
+) -> PreparedSoftmax:
+    size = dtype.itemsize
+    new = (0, classes, size)
+    forth = _plan("forward", device, (dtype, dtype), rows, classes, [(offset, stride, size), new], LOG)
+    back = _plan("backward", device, (dtype, dtype, dtype), rows, classes, [new, new, new], LOG)
+    forward_numbers = *forth.numbers, stride, classes
+    backward_numbers = *back.numbers, classes, classes, classes
+
+    def forward(input: Tensor, output: Tensor) -> None:
+        forth.launch(forth.programs, (input, output), *forward_numbers)
+
+    def backward(grad_output: Tensor, output: Tensor, grad_input: Tensor) -> None:
+        back.launch(back.programs, (grad_output, output, grad_input), *backward_numbers)
+
+    return PreparedSoftmax(forward, backward)
