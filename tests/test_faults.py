@@ -202,6 +202,24 @@ def test_far_from_zero(backend, device):
     torch.testing.assert_close(y.cpu().double(), torch.log_softmax(x.double(), -1), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("options", [{"weight": True}, {"label_smoothing": 0.1}, {"logit_scale": 0.5}], ids=str)
+@pytest.mark.parametrize("shift", [-1e4, 1e4])
+def test_options_far_from_zero(shift, options, backend, device):
+    """An lse of that size has no digits beyond a thousandth."""
+    logits, target = torch.randn(9, 40) + shift, torch.randint(40, (9,))
+    options = {**options, "weight": torch.rand(40)} if "weight" in options else dict(options)
+    exact = logits.double().requires_grad_()
+    weight = options["weight"].double() if "weight" in options else None
+    wanted = functional.cross_entropy(
+        exact * options.get("logit_scale", 1.0), target, weight, label_smoothing=options.get("label_smoothing", 0.0)
+    )
+    (wanted_grad,) = torch.autograd.grad(wanted, exact)
+    options = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    loss, grad = loss_and_gradient(leaf(logits, device), target.to(device), backend, **options)
+    torch.testing.assert_close(loss.cpu().double(), wanted.detach(), atol=5e-5, rtol=0)
+    torch.testing.assert_close(grad.cpu().double(), wanted_grad, atol=2e-6, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_large_logits_of_either_sign(sign, dtype, backend, device):

@@ -92,6 +92,8 @@ def _run(op: str, input: Tensor, dim: int, dtype: torch.dtype | None, backend: s
         and not torch.is_autocast_enabled(input.device.type)
         and not torch.compiler.is_dynamo_compiling()
         and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and not input.is_neg()
     ):
         usual = _usual(
             op, input.dtype, input.shape, input.stride(), input.data_ptr() % 16, input.device, dim,
@@ -196,6 +198,7 @@ class _UsualSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (output,) = ctx.saved_tensors
+        grad_output = grad_output.resolve_neg()
         usual = ctx.usual
         contiguous = usual.contiguous
         if (

@@ -89,11 +89,14 @@ def _take(
 
 @triton.jit
 def _gradient(
-    x, columns, inside, lse, column, of_softmax, of_target, of_each, factor, weight_ptr, softcap,
+    x, columns, inside, peak, column, of_softmax, of_target, of_each, factor, weight_ptr, softcap,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """factor * d loss / d (logit_scale * logits) of a block of x; column: where the target is."""
-    grad = tl.exp2((x - lse) * LOG2_E) * of_softmax - tl.where(columns == column, of_target, 0.0)
+    """factor * d loss / d (logit_scale * logits) of a block of x; column: where the target is.
+
+    of_softmax: of exp(x - peak).
+    """
+    grad = tl.exp2((x - peak) * LOG2_E) * of_softmax - tl.where(columns == column, of_target, 0.0)
     if SMOOTH:
         grad -= of_each * tl.load(weight_ptr + columns, mask=inside, other=0.0) if HAS_WEIGHT else of_each
     if CAPPED:
@@ -156,7 +159,9 @@ def cross_entropy_options_fwd_kernel(
             edge = tl.load(row_ptr + edges, mask=in_edge, other=0.0).to(tl.float32) * logit_scale
             x_edge, state = _take(edge, edges, in_edge, state, weight_ptr, softcap, HAS_WEIGHT, SMOOTH, CAPPED, STATS)
         maximum, total, deviation, mass, best, best_column = state
-        lse = finite_or_zero(maximum) + tl.log(total)
+        # Differences are taken to the maximum: an lse far from zero has lost the digits of log(total).
+        peak = finite_or_zero(maximum)
+        lse = peak + tl.log(total)
         if STATS:
             tl.store(prediction_ptr + row, best_column.to(tl.int64))
             tl.store(correct_ptr + row, live & (best_column == target))
@@ -170,17 +175,18 @@ def cross_entropy_options_fwd_kernel(
             weight = tl.load(weight_ptr + target, mask=valid, other=0.0) if HAS_WEIGHT else 1.0
             of_target = (1.0 - label_smoothing) * weight
             row_z_loss = z_loss * lse * lse
-            loss = -x_target if SHARD else of_target * (lse - x_target) + row_z_loss
+            loss = -x_target if SHARD else of_target * (tl.log(total) - (x_target - peak)) + row_z_loss
             of_softmax = of_target + 2.0 * z_loss * lse
             of_each = label_smoothing / classes
             if SMOOTH:
                 loss += of_each * (mass * tl.log(total) - deviation)
                 of_softmax += of_each * mass
+            of_softmax = of_softmax / total
             if GRAD:
                 factor = tl.where(valid, logit_scale / denominator, float("nan"))
                 grad_row_ptr = grad_ptr + tl.cast(row, tl.int64) * grad_stride
                 held_grad = _gradient(
-                    x_held, head + held_columns, in_held, lse, column, of_softmax, of_target, of_each, factor,
+                    x_held, head + held_columns, in_held, peak, column, of_softmax, of_target, of_each, factor,
                     weight_ptr, softcap, HAS_WEIGHT, SMOOTH, CAPPED,
                 ).to(grad_ptr.dtype.element_ty)  # fmt: skip
                 tl.store(vectors(grad_row_ptr + head, held_columns, VECTOR), held_grad, mask=in_held)
@@ -190,13 +196,13 @@ def cross_entropy_options_fwd_kernel(
                     if CAPPED:
                         x = softcapped(x, softcap)
                     grad = _gradient(
-                        x, head + columns, columns < body, lse, column, of_softmax, of_target, of_each, factor,
+                        x, head + columns, columns < body, peak, column, of_softmax, of_target, of_each, factor,
                         weight_ptr, softcap, HAS_WEIGHT, SMOOTH, CAPPED,
                     ).to(grad_ptr.dtype.element_ty)  # fmt: skip
                     tl.store(vectors(grad_row_ptr + head, columns, VECTOR), grad)
                 if EDGES:
                     edge_grad = _gradient(
-                        x_edge, edges, in_edge, lse, column, of_softmax, of_target, of_each, factor,
+                        x_edge, edges, in_edge, peak, column, of_softmax, of_target, of_each, factor,
                         weight_ptr, softcap, HAS_WEIGHT, SMOOTH, CAPPED,
                     ).to(grad_ptr.dtype.element_ty)  # fmt: skip
                     tl.store(grad_row_ptr + edges, edge_grad, mask=in_edge)
