@@ -89,6 +89,7 @@ def _run(op: str, input: Tensor, dim: int, dtype: torch.dtype | None, backend: s
     if (
         type(input) is Tensor
         and dtype is None
+        and type(dim) is int
         and not torch.is_autocast_enabled(input.device.type)
         and not torch.compiler.is_dynamo_compiling()
         and not torch._C._are_functorch_transforms_active()

@@ -502,11 +502,11 @@ def _run_in_float32(backward, log, *tensors):
 
 def run_plan(plan, *tensors):
     """Hand over addresses and numbers."""
-    first = tensors[0]
+    launch, first = plan.launch, tensors[0]
     addresses = []
     for tensor in tensors:
         addresses += (tensor.data_ptr(), tensor.stride(0))
-    plan.launch(*addresses, *_numbers(plan, *first.shape), stream_of(first.get_device()))
+    launch(*addresses, *_numbers(plan, *first.shape), stream_of(first.get_device()))
 
 
 def _prepare(device, dtype, rows, cols, stride, offset, log):
