@@ -69,6 +69,18 @@ def test_forward_with_gradient(machine, variant):
     assert plan.most_blocks % schedule.cluster == 0
 
 
+@pytest.mark.parametrize(
+    ("capability", "schedule", "variant"),
+    [
+        ((8, 0), _schedule.Schedule(512, 512, 1, 1, 2, 2, draws=True), (BF16, 32000, 64, True, False, False, "linear")),
+        ((9, 0), _schedule.Schedule(256, 256, 2, 1, 2, 4, draws=True), (BF16, 50257, 32, True, True, True, "softcap")),
+    ],
+    ids=["a block", "a cluster"],
+)
+def test_forward_that_draws_its_rows(capability, schedule, variant):
+    make_forward(_schedule.machine(capability, 132), (*variant, False), schedule, True)
+
+
 @on_every_architecture(
     (BF16, 50257, 64, True, False, False, "linear", False),
     (FP16, 1001, 8, False, True, True, "softcap", True),

@@ -116,6 +116,25 @@ def test_prepared_calls_launch_what_calls_launch(launches, gradient, reduction, 
         assert launches[0] == launches[1]
 
 
+@pytest.mark.parametrize("rows", range(1, 10))
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_losses_of_drawn_rows_lie_in_whole_vectors_behind_all_else(launches, monkeypatch, reduction, rows):
+    schedule = _schedule.Schedule(128, 128, 1, 1, 2, 4, draws=True)
+    monkeypatch.setattr(_schedule, "held", lambda *facts: schedule)
+    logits, target, *_ = operands(rows, 8, reduction)
+    grad, options = torch.zeros_like(logits), CrossEntropyOptions(reduction=reduction)
+    prepared = cross_entropy.prepare(logits.device, logits.dtype, target.dtype, rows, 8, 8, 0, options, gradient=True)
+    _, results = prepared.forward(logits, target, grad)
+    _, values = launches[-1]
+    lse, denominator, row_loss = values[9], values[10], values[15]
+    assert lse == results.data_ptr()
+    assert row_loss >= max(lse + 4 * rows, denominator + 4)
+    assert (row_loss - lse) % 16 == 0
+    assert row_loss + 16 * -(-rows // 4) <= lse + results.nbytes
+    cross_entropy.forward(logits, target, None, None, None, options, grad=grad, stats=False)
+    assert launches[-1][1][15] != 0
+
+
 @pytest.mark.parametrize("op", ["softmax", "log_softmax"])
 @pytest.mark.parametrize(
     ("rows", "cols", "padding", "offset"),

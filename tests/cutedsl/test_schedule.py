@@ -143,7 +143,10 @@ def test_few_rows_a_block_are_for_two_waves_and_more():
 @pytest.mark.parametrize("blocks", [1, 2, 3, 1320])
 def test_workspace_has_room_for_the_counters_and_for_every_sum_of_every_block(blocks):
     forward = _cross_entropy_forward
-    assert max(forward.WORKSPACE_SLICES_DONE, forward.WORKSPACE_BLOCKS_DONE) < forward.WORKSPACE_SUMS
+    counters = {forward.WORKSPACE_SLICES_DONE, forward.WORKSPACE_BLOCKS_DONE, forward.WORKSPACE_DRAWN}
+    assert len(counters) == 3
+    assert forward.MOST_SLICES <= min(counters)
+    assert max(counters) < forward.WORKSPACE_SUMS
     assert 2 * forward.workspace_words(blocks) >= forward.WORKSPACE_SUMS + forward.MOST_SUMS * blocks
     notes = {forward.NOTE_COUNTED, forward.NOTE_DENOMINATOR, forward.NOTE_DONE}
     assert len(notes) == 3

@@ -482,9 +482,10 @@ class CrossEntropyForward(CrossEntropyRows):
                 told = from_first_lane(drawn) + 2 * it.row_step
                 drawn = draw(it.g_workspace + WORKSPACE_DRAWN * 4, draws_here & (coming_row < it.rows))
             coming_target = self.load_target(it.g_target, coming_row, coming_row < it.rows, it.ignore_index)
-            next_row = row + self.stages * it.row_step
+            next_row = coming_row
             next_target = coming_target
             if cutlass.const_expr(self.stages > 1):
+                next_row = row + self.stages * it.row_step
                 next_target = self.load_target(it.g_target, next_row, next_row < it.rows, it.ignore_index)
             s_row = s_slots + stage * stage_bytes
             g_vectors, phase, vectors = self.span(it.g_logits, it.logits_stride, row, cols)
