@@ -189,6 +189,29 @@ def test_backward_that_may_have_nothing_to_do_is_a_small_launch(launches):
     assert launches[-1][1][4] == 4 * PROCESSORS
 
 
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("rows", [2**30, 2**30 + 1, _schedule.LARGEST])
+def test_no_loop_counts_beyond_32_bits(launches, rows, reduction, skip):
+    """A loop's counter, 32-bit and signed, goes a step beyond its end."""
+    logits = torch.zeros((), dtype=torch.bfloat16).expand(rows, 1)
+    target, lse = torch.zeros((), dtype=torch.int64).expand(rows), torch.zeros(())
+    upstream = torch.ones(()).expand(rows) if reduction == "none" else torch.ones(())
+    options = CrossEntropyOptions(reduction=reduction)
+    cross_entropy.backward(upstream, logits, target, None, lse, None, options, grad=logits, skip_if_one=skip)
+    cross_entropy.rescale(torch.ones(()), logits)
+    grids = [values[{"CrossEntropyBackward": 12, "CrossEntropyRescale": 4}[name]] for name, values in launches]
+    if reduction == "mean":
+        prepared = cross_entropy.prepare(
+            logits.device, logits.dtype, target.dtype, rows, 1, 0, 0, options, gradient=True
+        )
+        prepared.backward(upstream, logits, target, lse, logits, skip)
+        assert launches[-1][1][12] == grids[0]
+    groups = cross_entropy._backward_plan(-1, logits.dtype, 1, True, target.dtype, False, options).groups
+    for grid in grids:
+        assert rows - 1 + grid * groups < 2**31
+
+
 @pytest.mark.parametrize("layout", ["aligned", "offset", "odd stride", "expanded", "one class"])
 def test_every_layout_has_a_kernel(launches, layout):
     zeros = torch.zeros(1000, dtype=torch.bfloat16)

@@ -24,6 +24,10 @@ NOTE_BYTES = 16
 # Row numbers and columns are 32-bit in the kernels; offsets are not.
 LARGEST = 2**31 - 2**16
 
+# Rows up to which a launch may have threads for every tile: the loop's counter goes a step, that is all tiles, beyond
+# the last. So many rows of more than one tile fit into no memory.
+MOST_AT_A_TIME = 2**30
+
 
 def most_vectors(cols, width: int, ragged: bool):
     """The most vectors, of ``width`` elements, that a row can touch; a ragged row may touch one less."""

@@ -43,7 +43,7 @@ from ._cross_entropy_forward import (
 )
 from ._cross_entropy_rows import ENTRY_WORDS
 from ._launch import DTYPES, machine_of, require, stream_of
-from ._schedule import LARGEST, VECTOR_BYTES, most_vectors
+from ._schedule import LARGEST, MOST_AT_A_TIME, VECTOR_BYTES, most_vectors
 
 TARGET_BITS = {torch.int64: 64, torch.int32: 32, torch.uint8: 8}
 
@@ -223,7 +223,8 @@ def prepare(device, dtype, target_dtype, rows, cols, stride, offset, options, *,
         index, dtype, cols, ragged, target_dtype, False, options
     )
     tile_blocks = -(-rows * tiles // groups)
-    grids = tile_blocks, min(tile_blocks, few_blocks)
+    few_blocks = min(tile_blocks, few_blocks)
+    grids = tile_blocks if rows <= MOST_AT_A_TIME else few_blocks, few_blocks
 
     def backward(grad_loss, logits, target, results, grad, skip_if_one):
         lse = results.data_ptr()
@@ -368,9 +369,11 @@ def backward(grad_loss, logits, target, weight, lse, denominator, options, *, gr
     # One upstream gradient for all rows can be skipped as a whole, one for each row cannot.
     if skip_if_one and scalar:
         grid = min(grid, few_blocks)
-    if not 0 < rows <= LARGEST:
+    if not 0 < rows <= MOST_AT_A_TIME:
         require(logits)
-        return
+        if rows == 0:
+            return
+        grid = few_blocks
     word = allocator(logits.device)((1,), (1,), torch.float32) if weight_sum else None
     launch(
         0 if grad_loss is None else grad_loss.data_ptr(),
