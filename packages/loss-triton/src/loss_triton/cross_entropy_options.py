@@ -24,6 +24,7 @@ from loss_triton.rows import (
     body_of,
     edge_columns,
     finite_or_zero,
+    online_sum,
     row_is_known,
     softcapped,
     sum_of_rows,
@@ -227,6 +228,38 @@ def cross_entropy_options_fwd_kernel(
                 tl.store(z_loss_ptr, sum_of_rows(row_z_loss_ptr, rows, LANES) / denominator)
 
 
+@triton.jit
+def _peak_and_total(
+    row_ptr, head, body, classes, logit_scale, softcap,
+    CAPPED: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The maximum of a row's x, 0 where there is none, and the sum of exp(x - maximum)."""
+    # Small, for a kernel that seldom comes here should not have more registers for it.
+    BLOCK: tl.constexpr = LANES * VECTOR
+    peaks = tl.full((LANES,), float("-inf"), tl.float32)
+    totals = tl.zeros((LANES,), tl.float32)
+    for start in range(0, body, BLOCK):
+        columns = block_columns(start, BLOCK, BLOCK)
+        inside = columns < body
+        x = tl.load(vectors(row_ptr + head, columns, VECTOR), mask=inside, other=0.0).to(tl.float32) * logit_scale
+        if CAPPED:
+            x = softcapped(x, softcap)
+        peaks, totals = online_sum(tl.where(inside, x, float("-inf")), peaks, totals, LOG2_E, LANES, VECTOR)
+    peak = tl.max(peaks, 0)
+    if EDGES:
+        edges, in_edge = edge_columns(head, body, classes, VECTOR)
+        x_edge = tl.load(row_ptr + edges, mask=in_edge, other=0.0).to(tl.float32) * logit_scale
+        if CAPPED:
+            x_edge = softcapped(x_edge, softcap)
+        x_edge = tl.where(in_edge, x_edge, float("-inf"))
+        peak = tl.maximum(peak, _all_max(x_edge))
+    peak = finite_or_zero(peak)
+    total = tl.sum(totals * tl.exp2((peaks - peak) * LOG2_E), 0)
+    if EDGES:
+        total += _all_sum(tl.exp2((x_edge - peak) * LOG2_E))
+    return peak, total
+
+
 @kernel
 def cross_entropy_bwd_kernel(
     grad_loss_ptr, logits_ptr, target_ptr, weight_ptr, lse_ptr, denominator_ptr, grad_ptr,
@@ -269,6 +302,16 @@ def cross_entropy_bwd_kernel(
             weight = tl.load(weight_ptr + target, mask=valid, other=0.0) if HAS_WEIGHT else 1.0
             of_target = (1.0 - label_smoothing) * weight
             of_softmax = of_target + of_each * mass + 2.0 * z_loss * lse
+            peak = lse
+            # The rounding of an lse is one of every exp(x - lse); where it would show, the row is summed again. The lse
+            # of a shard is that of all shards, which this one cannot sum.
+            LARGE_LSE: tl.constexpr = 64.0 if grad_ptr.dtype.element_ty.primitive_bitwidth == 32 else 1024.0
+            if not SHARD:
+                if tl.abs(lse) > LARGE_LSE:
+                    peak, total = _peak_and_total(
+                        row_ptr, head, body, classes, logit_scale, softcap, CAPPED, VECTOR, EDGES, LANES
+                    )
+                    of_softmax = of_softmax / total
             for start in range(0, body, BLOCK):
                 columns = block_columns(start, BLOCK, LANES * VECTOR)
                 inside = columns < body
@@ -277,7 +320,7 @@ def cross_entropy_bwd_kernel(
                 if CAPPED:
                     x = softcapped(x, softcap)
                 grad = _gradient(
-                    x, head + columns, inside, lse, column, of_softmax, of_target, of_each, factor,
+                    x, head + columns, inside, peak, column, of_softmax, of_target, of_each, factor,
                     weight_ptr, softcap, HAS_WEIGHT, SMOOTH, CAPPED,
                 ).to(grad_ptr.dtype.element_ty)  # fmt: skip
                 tl.store(vectors(grad_row_ptr + head, columns, VECTOR), grad, mask=inside)
@@ -287,7 +330,7 @@ def cross_entropy_bwd_kernel(
                 if CAPPED:
                     x = softcapped(x, softcap)
                 edge_grad = _gradient(
-                    x, edges, in_edge, lse, column, of_softmax, of_target, of_each, factor,
+                    x, edges, in_edge, peak, column, of_softmax, of_target, of_each, factor,
                     weight_ptr, softcap, HAS_WEIGHT, SMOOTH, CAPPED,
                 ).to(grad_ptr.dtype.element_ty)  # fmt: skip
                 tl.store(grad_row_ptr + edges, edge_grad, mask=in_edge)
