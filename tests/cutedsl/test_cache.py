@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -79,6 +80,89 @@ def test_folder_that_cannot_be_written(monkeypatch, tmp_path):
     schedule = _schedule.held(machine, 128, 1, softmax.ENTRY_WORDS)
     plan = softmax.make_plan(machine, torch.bfloat16, 128, schedule, False, False, False, True)
     assert callable(plan.launch)
+
+
+def plan_with_a_kernel_that_is_a_word(monkeypatch, load=lambda path, symbol: path.read_text()):
+    """What a call would launch, where compiling gives a word and exporting writes it to the file."""
+    import torch
+    from loss_cutedsl import _compile, _schedule, softmax
+
+    class Word(str):
+        def export_to_c(self, path, function_name):
+            Path(path).write_text(self)
+
+    machine = _schedule.machine((9, 0), 132)
+    schedule = _schedule.held(machine, 128, 1, softmax.ENTRY_WORDS)
+    monkeypatch.setattr(_compile, "_kept", {})
+    monkeypatch.setattr(_compile.cute, "compile", lambda *arguments, options: Word("compiled"))
+    monkeypatch.setattr(_compile, "_load", load)
+    return softmax.make_plan(machine, torch.bfloat16, 128, schedule, False, False, False, True).launch
+
+
+def test_damaged_file_that_stays(monkeypatch, tmp_path):
+    """Nothing can be replaced where nothing can be written, or another process is quicker."""
+    from loss_cutedsl import _compile
+
+    monkeypatch.setenv("LOSS_CUTEDSL_CACHE", str(tmp_path))
+    assert plan_with_a_kernel_that_is_a_word(monkeypatch) == "compiled"
+    (file,) = tmp_path.iterdir()
+
+    def refuse(*arguments, **options):
+        raise PermissionError
+
+    def never_loads(path, symbol):
+        raise RuntimeError("not an object")
+
+    assert plan_with_a_kernel_that_is_a_word(monkeypatch, never_loads) == "compiled"
+    assert list(tmp_path.iterdir()) == [file]
+    with monkeypatch.context() as read_only:
+        read_only.setattr(_compile.tempfile, "mkstemp", refuse)
+        read_only.setattr(_compile.Path, "unlink", refuse)
+        assert plan_with_a_kernel_that_is_a_word(read_only, never_loads) == "compiled"
+    assert file.read_text() == "compiled"
+
+
+def test_folder_that_cannot_be_looked_into(monkeypatch, tmp_path):
+    """As a home that is another user's: to ask what is in it is an error of its own."""
+    # Too long a name gives one to every user, a missing permission none to root.
+    monkeypatch.setenv("LOSS_CUTEDSL_CACHE", str(tmp_path / ("x" * 300)))
+    assert plan_with_a_kernel_that_is_a_word(monkeypatch) == "compiled"
+
+
+def test_user_without_a_home(monkeypatch):
+    from loss_cutedsl import _compile
+
+    for name in ("LOSS_CUTEDSL_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert _compile.cache_folder() is None
+
+
+def test_key_changes_with_the_libraries_and_the_processor(monkeypatch):
+    """Code of a newer CUDA is found out at the launch, too late to compile anew; homes are shared between machines."""
+    from loss_cutedsl import _compile, _environment
+
+    def digest(processor="x86_64", **versions):
+        installed = {_environment.DSL: "4.8.1", _environment.CALL_INTERFACE: "0.1.15", **versions}
+
+        def version(name):
+            if name not in installed:
+                raise _compile.metadata.PackageNotFoundError(name)
+            return installed[name]
+
+        monkeypatch.setattr(_compile.metadata, "version", version)
+        monkeypatch.setattr(_compile.platform, "machine", lambda: processor)
+        return _compile._sources.__wrapped__()
+
+    digests = [
+        digest(),
+        digest(processor="aarch64"),
+        digest(**{_environment.DSL: "4.9.0"}),
+        digest(**{_environment.CALL_INTERFACE: "0.2.0"}),
+        *(digest(**{part: "4.8.1"}) for part in _environment.PARTS),
+    ]
+    assert len(set(digests)) == len(digests)
+    assert digest() == digests[0]
 
 
 def test_key_changes_with_what_changes_the_kernel(monkeypatch, tmp_path):

@@ -2,8 +2,9 @@
 
 A compiled kernel is looked for in this process, then in the cache folder, and compiled only if neither has it. The
 key holds everything that changes machine code: the class and its compile-time facts, the architecture, the versions
-of the DSL and of its call interface, and a digest of this package's sources. Files appear by an atomic rename, so
-processes may race for one: each then has a whole file, and the last one stays.
+of the DSL, of its libraries and of its call interface, the host's processor, and a digest of this package's sources.
+Files appear by an atomic rename and are only ever replaced, so processes may race for one: each then has a whole file,
+and the last one stays.
 
 ``LOSS_CUTEDSL_CACHE`` names the folder (default ``~/.cache/loss-cutedsl``); empty for none.
 """
@@ -13,12 +14,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import platform
 import tempfile
 import threading
 from importlib import metadata
 from pathlib import Path
 
 from cutlass import cute
+
+from ._environment import CALL_INTERFACE, DSL, PARTS
 
 _lock = threading.RLock()
 _kept: dict[tuple, object] = {}
@@ -29,12 +33,20 @@ compilations = 0
 
 @functools.cache
 def _sources() -> str:
-    """Digest of the sources that kernels are made of, and of the versions of what compiles them."""
-    digest = hashlib.sha256()
+    """Digest of the sources that kernels are made of, and of the versions of what compiles them.
+
+    Which libraries there are counts: those of a newer CUDA make code that an older driver does not load, and finds out
+    at the launch. Machines of several kinds may share a home.
+    """
+    digest = hashlib.sha256(platform.machine().encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
-    for distribution in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
-        digest.update(f"{distribution} {metadata.version(distribution)}\n".encode())
+    for distribution in (DSL, CALL_INTERFACE, *PARTS):
+        try:
+            version = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+        digest.update(f"{distribution} {version}\n".encode())
     return digest.hexdigest()
 
 
@@ -44,7 +56,8 @@ def cache_folder() -> Path | None:
     if named is not None:
         return Path(named) if named else None
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(root) / "loss-cutedsl"
+    # Of a user without a home "~" is left, which would be a folder of that name wherever the process is.
+    return Path(root) / "loss-cutedsl" if os.path.isabs(root) else None
 
 
 def compiled(kernel_class, facts: tuple, make, arguments, architecture: str):
@@ -77,12 +90,14 @@ def _load_or_compile(key, make, arguments):
     symbol = f"loss_cutedsl_{digest}"
     folder = cache_folder()
     path = folder / f"{name}-{architecture}-{digest}.o" if folder is not None else None
-    if path is not None and path.is_file():
+    # Path.is_file raises where the folder may not be looked into.
+    if path is not None and os.path.isfile(path):
         try:
             return _load(path, symbol)
         except Exception:
-            # A damaged file, or one of an incompatible loader: it is replaced below.
-            path.unlink(missing_ok=True)
+            # A damaged file, or one of an incompatible loader. It is replaced below, and not removed here: another
+            # process may have replaced it meanwhile, or nothing here may be changed.
+            pass
     global compilations
     compilations += 1
     function = cute.compile(
@@ -102,10 +117,10 @@ def _load_or_compile(key, make, arguments):
             os.replace(temporary, path)
         finally:
             Path(temporary).unlink(missing_ok=True)
-    except OSError:
-        # A read-only or full disk costs the next process a compilation, no more.
+        return _load(path, symbol)
+    except Exception:
+        # A read-only or full disk, or a cache that is cleared just now, costs the next process a compilation, no more.
         return function
-    return _load(path, symbol)
 
 
 def _load(path: Path, symbol: str):
