@@ -37,6 +37,18 @@ def test_next_token_loss(loss):
     torch.testing.assert_close(logits.grad.double().cpu(), expected_grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_labels_of_few_bits(dtype):
+    """In a comparison with a uint8, -100 is 156, which is a byte like any other."""
+    logits, labels = inputs(2, 6, 200)
+    labels = torch.full_like(labels, 156).to(dtype)
+    expected, expected_grad = reference(logits[:, :-1], labels[:, 1:].long(), 1.7)
+    value = loss_triton.CrossEntropyFunction.apply(logits, labels, -100)
+    value.backward(torch.tensor(1.7, device=value.device))
+    torch.testing.assert_close(value.detach().double().cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits.grad[:, :-1].double().cpu(), expected_grad, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("loss", [loss_triton.FusedCrossEntropyFunction.apply, loss_triton.TritonCrossEntropyLoss()])
 def test_loss_without_shift(loss):
     logits, targets = inputs(6, 41)

@@ -29,7 +29,8 @@ class CrossEntropyFunction:
         Raises:
             BackendUnavailable: if Triton cannot run on the logits' device.
         """
-        counted = (labels[..., 1:] != ignore_index).sum().clamp(min=1)
+        # Compared with a uint8, -100 would become 156.
+        counted = (labels[..., 1:].long() != ignore_index).sum().clamp(min=1)
         return causal_lm_loss(logits, labels, ignore_index=ignore_index, num_items=counted, backend="triton")
 
 
