@@ -183,6 +183,45 @@ def test_softmax_then_cross_entropy(backend, device):
     torch.testing.assert_close(ours.grad.cpu().double(), reference.grad, atol=1e-7, rtol=1e-4)
 
 
+@pytest.fixture
+def float64_by_default():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("stats", [False, True], ids=["loss", "stats"])
+@pytest.mark.parametrize(
+    ("reduction", "options", "wanted"),
+    [("none", {}, []), ("sum", {}, 0.0), ("mean", {}, torch.nan), ("mean", {"num_items": 3}, 0.0),
+     ("mean", {"weight": True}, torch.nan), ("byte_mean", {"byte_lengths": True}, torch.nan)],
+)  # fmt: skip
+def test_cross_entropy_of_no_rows(reduction, options, wanted, stats, backend, device, float64_by_default):
+    """It has the dtypes of a result of rows, and a gradient."""
+    logits = torch.zeros(0, 7, dtype=torch.float32, device=device, requires_grad=True)
+    target = torch.zeros(0, dtype=torch.int64, device=device)
+    options = dict(options)
+    if "weight" in options:
+        options["weight"] = torch.ones(7, device=device)
+    if "byte_lengths" in options:
+        options["byte_lengths"] = target
+    function = loss_core.cross_entropy_with_stats if stats else loss_core.cross_entropy
+    result = function(logits, target, reduction=reduction, backend=backend, **options)
+    loss = result.loss if stats else result
+    wanted = torch.tensor(wanted, dtype=torch.float32)
+    for part in (loss, result.z_loss) if stats else (loss,):
+        assert part.dtype == torch.float32
+        assert part.shape == wanted.shape
+    torch.testing.assert_close(loss.detach().cpu(), wanted, equal_nan=True)
+    if stats:
+        assert [part.dtype for part in result[2:]] == [torch.float32, torch.int64, torch.bool]
+    loss.sum().backward()
+    assert logits.grad.shape == (0, 7)
+    with torch.no_grad():
+        alone = loss_core.cross_entropy(logits, target, reduction=reduction, backend=backend, **options)
+    assert alone.dtype == torch.float32
+
+
 # Softmax
 
 

@@ -527,11 +527,12 @@ def _of_no_rows(
     device: torch.device, kind: int, denominator: Tensor | None, number: float, reduce: bool, stats: bool
 ) -> CrossEntropyForward:
     none = torch.empty(0, dtype=torch.float32, device=device)
-    loss = none
+    # A tensor of its own: autograd differentiates it, and not the lse.
+    loss = torch.empty_like(none)
     if reduce:
         if denominator is not None and kind != TENSOR.value:
             denominator.fill_(number if kind == NUMBER.value else 0.0)
-        loss = torch.zeros((), device=device) if denominator is None else (0.0 / denominator).reshape(())
+        loss = loss.sum() if denominator is None else (0.0 / denominator).reshape(())
     if not stats:
         return CrossEntropyForward(loss, none, denominator)
     return CrossEntropyForward(loss, none, denominator, loss.clone(), none.to(torch.int64), none.to(torch.bool))
