@@ -72,11 +72,11 @@ class Model(_cross_entropy_forward.CrossEntropyForward):
     def inside(self, g_vectors, vectors, g_begin, g_end):
         return 0, vectors
 
-    def sum_held(self, facts, s_row, phase):
+    def sum_held(self, facts, s_row, phase, anchor):
         self.read.append(self.slots[int(s_row)])
         return (0,) * 6
 
-    def absorb(self, facts, s_chunk, place, chunk, phase, *sums):
+    def absorb(self, facts, s_chunk, place, chunk, phase, anchor, *sums):
         self.read.append(self.slots[int(s_chunk)])
         assert self.read[-1][1] == chunk
         return sums

@@ -502,7 +502,8 @@ class CrossEntropyForward(CrossEntropyRows):
                 x_y = self.target_logit(g_vectors, phase, y, cols)
                 w_y = self.target_weight(facts.g_weight, y, cols)
                 self.mask_edges(s_row, first, phase, vectors, chunks * self.unroll, cols, Float32(float("-inf")))
-                highest, total, x_sum, w_sum, key, index = self.sum_held(facts, s_row, phase)
+                anchor = self.anchor(facts, x_y, y)
+                highest, total, x_sum, w_sum, key, index = self.sum_held(facts, s_row, phase, anchor)
                 parity = parity ^ 1
                 if cutlass.const_expr(self.draws):
                     highest, total, x_sum, w_sum, key, index, told = self.finish(
@@ -616,6 +617,7 @@ class CrossEntropyForward(CrossEntropyRows):
             if live:
                 x_y = self.target_logit(g_vectors, phase, y, facts.cols)
                 w_y = self.target_weight(facts.g_weight, y, facts.cols)
+            anchor = self.anchor(facts, x_y, y)
             highest = Float32(LOWEST)
             total = Float32(0.0)
             x_sum = Float32(0.0)
@@ -628,7 +630,7 @@ class CrossEntropyForward(CrossEntropyRows):
                 if live:
                     self.mask_chunk(facts, s_chunk, chunk, phase, vectors)
                     highest, total, x_sum, w_sum, key, index = self.absorb(
-                        facts, s_chunk, Int32(0), chunk, phase,
+                        facts, s_chunk, Int32(0), chunk, phase, anchor,
                         highest, total, x_sum, w_sum, key, index,
                     )  # fmt: skip
                 (
@@ -719,7 +721,7 @@ class CrossEntropyForward(CrossEntropyRows):
                         store_shared(self.slot(s_chunk, u), [self.lowest()] * 4)
 
     @cute.jit
-    def sum_held(self, facts, s_row, phase):
+    def sum_held(self, facts, s_row, phase, anchor):
         """This thread's part of the row's sums, from shared memory."""
         highest = Float32(LOWEST)
         total = Float32(0.0)
@@ -729,17 +731,17 @@ class CrossEntropyForward(CrossEntropyRows):
         index = self.first_column(facts.first, phase, facts.cols)
         for chunk in cutlass.range(facts.chunks, unroll=1):
             highest, total, x_sum, w_sum, key, index = self.absorb(
-                facts, s_row, chunk, chunk, phase,
+                facts, s_row, chunk, chunk, phase, anchor,
                 highest, total, x_sum, w_sum, key, index,
             )  # fmt: skip
         return highest, total, x_sum, w_sum, key, index
 
     @cute.jit
     def absorb(
-        self, facts, s_row, place, chunk, phase,
+        self, facts, s_row, place, chunk, phase, anchor,
         highest, total, x_sum, w_sum, key, index,
     ):  # fmt: skip
-        """Take one chunk (at ``place`` in shared memory) into the running sums."""
+        """Take one chunk (at ``place`` in shared memory) into the running sums; that of t counts from ``anchor``."""
         raw = []
         columns = []
         for u in cutlass.range_constexpr(self.unroll):
@@ -749,7 +751,7 @@ class CrossEntropyForward(CrossEntropyRows):
         t = [self.value(facts, x, col) for x, col in zip(raw, columns)]
         highest, total = self.absorb_values(t, facts.power, highest, total)
         if cutlass.const_expr(self.smoothing):
-            seen = t
+            seen = [x - anchor for x in t]
             if cutlass.const_expr(self.weighted):
                 weights = [load_float_below(facts.g_weight + Int64(col) * 4, col, facts.cols) for col in columns]
                 w_sum = w_sum + tree(weights, add)

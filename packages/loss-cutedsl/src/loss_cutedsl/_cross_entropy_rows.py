@@ -19,6 +19,7 @@ from ._device import (
     load_element,
     load_float_below,
     log2,
+    moderate,
     ptx,
     select_below,
     store_element,
@@ -117,11 +118,19 @@ class CrossEntropyRows(StagedRows):
         loss = push * (log_total - (self.value(facts, x_y, y) - highest) * facts.unit)
         pull = push
         if self.smoothing:
-            loss = fma(facts.share, fma(w_sum, lse, Float32(0.0) - x_sum * facts.unit), loss)
+            above = log_total - (self.anchor(facts, x_y, y) - highest) * facts.unit
+            loss = fma(facts.share, fma(w_sum, above, Float32(0.0) - x_sum * facts.unit), loss)
             pull = fma(facts.share, w_sum, pull)
         z_part = facts.z_loss * lse * lse
         pull = fma(facts.z_loss * Float32(2.0), lse, pull)
         return self.or_nan(facts, target, loss + z_part), z_part, lse, self.or_nan(facts, target, pull)
+
+    def anchor(self, facts, x_y, y):
+        """What the sum of the row's t counts from, with smoothing: the target's t, where that goes.
+
+        Far from zero, neither the sum of t nor V times the lse has the digits that their difference needs.
+        """
+        return moderate(self.value(facts, x_y, y)) if self.smoothing else Float32(0.0)
 
     def or_nan(self, facts, target, value):
         """``value``, or NaN where the target is no class."""

@@ -58,6 +58,16 @@ def select_below(index, bound, inside, outside):
     )
 
 
+def moderate(x):
+    """x, or 0 where it is no number below 2**64 in size, so that a difference to it could overflow."""
+    return ptx(
+        "{ .reg .pred p; .reg .f32 a; abs.f32 a, {$r0}; setp.lt.f32 p, a, 0f5F800000;"
+        " selp.f32 {$w0}, {$r0}, 0f00000000, p; }",
+        [Float32],
+        [x],
+    )
+
+
 def tree(values, combine):
     """Combine a list pairwise: short dependency chains, and a sum whose error grows with the logarithm."""
     while len(values) > 1:
