@@ -346,6 +346,14 @@ def test_upstream_of_any_shape(launches):
         assert launches[-1][1][:2] == (upstream.data_ptr(), 0)
 
 
+def test_plans_of_softmax_do_not_pile_up(launches):
+    for cols in range(1, 2 * softmax.MOST_PLANS):
+        input = torch.zeros(1, cols)
+        softmax.softmax_forward(input, torch.empty_like(input))
+        assert len(softmax._plans) <= softmax.MOST_PLANS
+        assert launches[-1][1][5] == cols
+
+
 def test_one_kernel_for_options_that_are_numbers(launches):
     logits, target, *_ = operands(2, 8, "mean")
     for step in range(2 * cross_entropy.MOST_PLANS):

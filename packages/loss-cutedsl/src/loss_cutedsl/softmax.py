@@ -432,6 +432,10 @@ class Plan(NamedTuple):
     most_blocks: int
 
 
+# A width that grows from call to call, as attention over a growing text has, makes a plan each; to make all of them
+# anew takes some microseconds each.
+MOST_PLANS = 512
+
 _plans: dict[tuple, Plan] = {}
 
 
@@ -483,6 +487,8 @@ def _run(backward, log, *tensors):
     plan = _plans.get(key)
     if plan is None or rows > _schedule.LARGEST:
         require(first)
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
         plan = _plans[key] = _plan(*key)
     run_plan(plan, *tensors)
 
