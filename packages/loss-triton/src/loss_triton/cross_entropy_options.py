@@ -45,6 +45,14 @@ def _all_sum(x):
 
 
 @triton.jit
+def _order(x):
+    """Integers in the order of x, NaN above all as in torch.argmax."""
+    # The sum makes -0.0 the 0.0 that it equals.
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(x != x, 2147483647, tl.where(bits < 0, bits ^ 2147483647, bits))
+
+
+@triton.jit
 def _place(target, classes, first_class, total_classes, SHARD: tl.constexpr):
     """The target's column, whether it is one of this row's, and whether there is such a class."""
     if SHARD:
@@ -65,7 +73,8 @@ def _take(
 ):  # fmt: skip
     """Take a block into the running state, and return x with -inf where not `inside`.
 
-    The state: maximum; sum of exp(x - maximum); sum of w (x - maximum) and of w; largest scaled logit and its column.
+    The state: maximum; sum of exp(x - maximum); sum of w (x - maximum) and of w; order of the largest scaled logit
+    and its column.
     """
     maximum, total, deviation, mass, best, best_column = state
     x = softcapped(scaled, softcap) if CAPPED else scaled
@@ -78,8 +87,7 @@ def _take(
         deviation += mass * (finite_or_zero(maximum) - finite) + _all_sum(tl.where(inside, weight * (x - finite), 0.0))
         mass += _all_sum(tl.where(inside, weight, 0.0))
     if STATS:
-        # NaN counts as the largest, as in torch.argmax.
-        key = tl.where(inside, tl.where(scaled != scaled, float("inf"), scaled), float("-inf"))
+        key = tl.where(inside, _order(scaled), -2147483648)
         block_best = _all_max(key)
         column = tl.min(tl.min(tl.where(inside & (key == block_best), columns, 2147483647), 1), 0)
         better = (block_best > best) | ((block_best == best) & (column < best_column))
@@ -143,7 +151,7 @@ def cross_entropy_options_fwd_kernel(
             words, counters_ptr, target_ptr, of_row_ptr, number, rows, ignore_index, KIND, PATIENCE, LANES
         )
     if live or STATS:
-        state = (float("-inf"), 0.0, 0.0, 0.0, float("-inf"), 2147483647)
+        state = (float("-inf"), 0.0, 0.0, 0.0, -2147483648, 2147483647)
         for block in range(blocks):
             columns = block_columns(block * BLOCK, BLOCK, LANES * VECTOR)
             scaled = tl.load(vectors(row_ptr + head, columns, VECTOR)).to(tl.float32) * logit_scale
