@@ -1,0 +1,385 @@
+"""The kernels' loops, run in Python thread by thread over a memory that knows what may be touched.
+
+What a kernel computes is left out; which element goes where is the kernels' own.
+"""
+
+import inspect
+import math
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("tvm_ffi", reason="cutedsl: apache-tvm-ffi is not installed")
+pytest.importorskip("cutlass.cute", reason="cutedsl: nvidia-cutlass-dsl is not installed")
+
+from cutlass import BFloat16, Float32
+from loss_cutedsl import (
+    _cross_entropy_backward,
+    _cross_entropy_forward,
+    _cross_entropy_rows,
+    _device,
+    _schedule,
+    softmax,
+)
+
+MODULES = (_device, _cross_entropy_rows, _cross_entropy_forward, _cross_entropy_backward, softmax)
+VECTOR = _schedule.VECTOR_BYTES
+IGNORED = -100
+TARGET = -5.0
+FAR = 1 << 20
+
+
+class Memory:
+    """Elements by address, of one size: tensors in global memory, and the shared memory of a thread's block."""
+
+    def __init__(self, size):
+        self.size, self.width = size, VECTOR // size
+        self.words, self.readable, self.writable = {}, set(), set()
+        self.shared, self.on_the_way, self.group = {}, [], []
+
+    def tensor(self, place, rows, cols, stride, offset, values=None):
+        """The address of a tensor; without values one that is only written."""
+        begin = FAR * place + offset * self.size
+        if values is not None:
+            # What lies between rows may be read, and must not be used.
+            for element in range((rows - 1) * stride + cols if rows else 0):
+                self.readable.add(begin + element * self.size)
+        for row in range(rows):
+            for col in range(cols):
+                address = begin + (row * stride + col) * self.size
+                if values is None:
+                    self.writable.add(address)
+                else:
+                    self.words[address] = values(row, col)
+        return begin
+
+    def take(self, begin, row, col, stride):
+        return self.words.get(begin + (row * stride + col) * self.size)
+
+    # Global memory
+
+    def read(self, address):
+        assert address in self.readable, "read outside the tensors"
+        return self.words.get(address, math.nan)
+
+    def write(self, address, value):
+        assert address in self.writable, "written outside the rows"
+        self.words[address] = value
+
+    def read_vector(self, address):
+        assert address % VECTOR == 0
+        return [self.read(address + lane * self.size) for lane in range(self.width)]
+
+    def write_vector(self, address, values, wanted=True):
+        if wanted:
+            assert address % VECTOR == 0
+            for lane, value in enumerate(self.elements(values)):
+                self.write(address + lane * self.size, value)
+
+    def elements(self, words):
+        """Of a vector: kernels make words of elements by ``pack``, which here leaves them, or all words alike."""
+        return words if len(words) == self.width else words[:1] * self.width
+
+    # Shared memory
+
+    def copy_async(self, s_address, g_address, wanted=True):
+        if wanted:
+            self.group.append((s_address, self.read_vector(g_address)))
+            # May be there from now on or not.
+            self.store_shared(s_address, [math.nan] * self.width)
+
+    def commit(self):
+        self.on_the_way.append(self.group)
+        self.group = []
+
+    def wait(self, pending):
+        while len(self.on_the_way) > pending:
+            for s_address, values in self.on_the_way.pop(0):
+                self.store_shared(s_address, values)
+
+    def store_shared(self, s_address, values):
+        for lane, value in enumerate(self.elements(values)):
+            self.shared[s_address + lane * self.size] = value
+
+    def load_shared(self, s_address):
+        return [self.shared.get(s_address + lane * self.size, math.nan) for lane in range(self.width)]
+
+    def store_element(self, dtype, address, value, space="global", predicate=True):
+        if predicate and space == "shared":
+            self.shared[address] = value
+        elif predicate:
+            self.write(address, value)
+
+    def primitives(self):
+        return {
+            "Int32": int, "Int64": int, "Uint32": float, "Boolean": bool,
+            "copy_async": self.copy_async,
+            "commit": self.commit,
+            "wait": self.wait,
+            "store_shared": self.store_shared,
+            "load_shared": self.load_shared,
+            "load_global": lambda g, wanted: self.read_vector(g) if wanted else [math.nan] * self.width,
+            "load_global_or": lambda g, wanted, word: self.read_vector(g) if wanted else [word] * self.width,
+            "store_global": self.write_vector,
+            "unpack": lambda dtype, words: list(words),
+            "pack": lambda dtype, values: values,
+            "load_element": lambda dtype, g: self.read(g),
+            "load_element_below": lambda dtype, g, index, bound: self.read(g) if 0 <= index < bound else 0.0,
+            "select_below": lambda index, bound, inside, outside: inside if 0 <= index < bound else outside,
+            "store_element": self.store_element,
+            "load_float": lambda g: 1.0,
+            "store_float": lambda g, value: None,
+            "divide": lambda a, b: 1.0,
+            "fma": lambda a, b, c: 1.0,
+            "log2": lambda x: 1.0,
+            "cluster_barrier": lambda: None,
+            "draw": lambda g, wanted: 0,
+        }  # fmt: skip
+
+
+class Parts:
+    """What the kernels are made of, but for arithmetic and what threads tell one another."""
+
+    def lowest(self):
+        return -math.inf
+
+    def absorb_values(self, t, power, highest, total):
+        self.seen += [x for x in t if x != -math.inf]
+        return 0.0, 1.0
+
+    def reduce_row(self, *rest):
+        return 0.0, 1.0, [], None
+
+    def reduce_sums(self, s_scratch, parity, thread, rank, sums):
+        return sums
+
+    def copy_elements(self, s_slot, g_vectors, vector, phase, cols):
+        for lane in range(self.width):
+            if 0 <= vector * self.width + lane - phase < cols:
+                at = lane * self.element_bytes
+                self.memory.shared[s_slot + at] = self.memory.read(g_vectors + vector * VECTOR + at)
+
+    def gradient_values(self, facts, raw, col, highest, pull, scale):
+        return raw
+
+    def target_gradient(self, facts, y, x_y, w_y, g_out, out_phase, highest, pull, scale):
+        self.memory.write(g_out + (out_phase + y) * self.element_bytes, TARGET)
+
+    def load_target(self, g_target, row, wanted, otherwise):
+        return self.targets[row] if wanted else otherwise
+
+    def column(self, facts, target):
+        return target if 0 <= target < facts.cols else facts.cols
+
+    def target_logit(self, g_vectors, phase, y, cols):
+        return self.memory.read(g_vectors + (phase + (y if y < cols else 0)) * self.element_bytes)
+
+    def nothing(self, *rest):
+        return 0.0
+
+    count_slice = denominator = announce = finish_sum = write_stats = or_nan = first_column = nothing
+
+    def row_loss(self, *rest):
+        return (0.0,) * 4
+
+
+class Forward(Parts, _cross_entropy_forward.CrossEntropyForward):
+    share_of_denominator = Parts.nothing
+
+
+class Backward(Parts, _cross_entropy_backward.CrossEntropyBackward):
+    pass
+
+
+class Rescale(Parts, _cross_entropy_backward.CrossEntropyRescale):
+    pass
+
+
+class SoftmaxForward(Parts, softmax.SoftmaxForward):
+    def results(self, raw, *rest):
+        return raw
+
+
+class SoftmaxBackward(Parts, softmax.SoftmaxBackward):
+    def terms(self, y, dy):
+        self.seen += [pair for pair in zip(y, dy, strict=True) if pair != (0.0, 0.0)]
+        return [0.0] * len(y)
+
+    def results(self, y, dy, dot):
+        return [a + 10000 * b for a, b in zip(y, dy, strict=True)]
+
+
+def in_python(kernel_class):
+    """The class with what the compiler translates as the plain functions that they were."""
+    plain = {}
+    for base in reversed(kernel_class.__mro__):
+        for key, value in vars(base).items():
+            if callable(value) and hasattr(value, "__wrapped__"):
+                plain[key] = value.__wrapped__
+            else:
+                plain.pop(key, None)
+    return type(kernel_class.__name__, (kernel_class,), plain)
+
+
+def run(monkeypatch, kernel, name, memory, grid, **arguments):
+    """All threads of all blocks, one after the other; arguments that are not given are 0."""
+    function = getattr(kernel, name)
+    arguments = {**dict.fromkeys(inspect.signature(function).parameters, 0), **arguments}
+    place = SimpleNamespace(block=0, thread=0)
+    arch = SimpleNamespace(
+        thread_idx=lambda: (place.thread, 0, 0),
+        block_idx=lambda: (place.block, 0, 0),
+        grid_dim=lambda: (grid, 1, 1),
+        get_dyn_smem=lambda kind, alignment: SimpleNamespace(toint=lambda: 0),
+    )
+    stand_in = SimpleNamespace(
+        const_expr=bool, range_constexpr=range, range=lambda *bounds, unroll: range(*map(int, bounds))
+    )
+    primitives = {**memory.primitives(), "cutlass": stand_in, "cute": SimpleNamespace(arch=arch)}
+    for module in MODULES:
+        for key, value in primitives.items():
+            if hasattr(module, key):
+                monkeypatch.setattr(module, key, value)
+    kernel.memory, kernel.seen = memory, []
+    for place.block in range(grid):
+        memory.shared = {}
+        for place.thread in range(kernel.threads):
+            memory.on_the_way = []
+            function(**arguments)
+    monkeypatch.undo()
+
+
+# Threads of a block, of a row, blocks of a cluster, stages, vectors a step.
+SCHEDULES = [(2, 2, 1, 1, 1), (3, 3, 1, 2, 2), (4, 2, 1, 2, 2), (2, 2, 2, 1, 2)]
+# The same for kernels that hold no rows.
+SINGLE = [(2, 2, 1, 1, 1), (3, 3, 1, 1, 2), (4, 2, 1, 1, 2)]
+# Classes, elements from row to row (of what is read, of what is written) beyond them, offsets.
+LAYOUTS = [
+    (8, 0, 0, 0, 0), (24, 8, 0, 0, 0), (64, 0, 0, 0, 0),
+    (1, 0, 0, 0, 0), (1, 0, 0, 3, 3), (2, 5, 5, 7, 7), (7, 0, 0, 0, 0), (9, 0, 0, 1, 1), (15, 1, 1, 0, 0),
+    (16, 0, 0, 5, 5), (17, 2, 2, 6, 6), (31, 0, 0, 0, 0), (33, 0, 0, 2, 2), (47, 0, 1, 0, 4), (50, 3, 0, 1, 0),
+]  # fmt: skip
+layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
+schedules = pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda facts: "-".join(map(str, facts)))
+dtypes = pytest.mark.parametrize("dtype", [BFloat16, Float32], ids=["2 bytes", "4 bytes"])
+
+
+def geometry(dtype, layout, schedule):
+    """What kernels of one layout have in common: memory, whether rows are ragged, the schedule, chunks of a row."""
+    memory = Memory(dtype.width // 8)
+    cols, gap, out_gap, offset, out_offset = layout
+    ragged = (offset | out_offset | cols | gap | out_gap) % memory.width != 0
+    schedule = _schedule.Schedule(*schedule, 1)
+    return memory, ragged, schedule, schedule.chunks(_schedule.most_vectors(cols, memory.width, ragged))
+
+
+def value(row, col):
+    return 1.0 + 100 * row + col
+
+
+@schedules
+@layouts
+@dtypes
+@pytest.mark.parametrize("form", ["in place", "held", "streamed"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_cross_entropy_forward(monkeypatch, rows, form, dtype, layout, schedule):
+    memory, ragged, schedule, chunks = geometry(dtype, layout, schedule)
+    cols, gap, out_gap, offset, out_offset = layout
+    gradient = form != "streamed"
+    kernel = in_python(Forward)(
+        dtype, schedule, ragged, target_bits=64, gradient=gradient, scalar=True, weighted=False, smoothing=False,
+        logits="linear", stats=False, shard=False,
+    )  # fmt: skip
+    kernel.targets = [(IGNORED, 0, cols - 1, cols // 2, cols)[(row + 1) % 5] for row in range(rows)]
+    stride, out_stride = cols + gap, cols + out_gap
+    logits = memory.tensor(1, rows, cols, stride, offset, value)
+    if form == "in place":
+        grad, out_stride = logits, stride
+        memory.tensor(1, rows, cols, stride, offset)
+    else:
+        grad = memory.tensor(2, rows, cols, out_stride, out_offset)
+    run(
+        monkeypatch, kernel, "cross_entropy_forward_kernel", memory, 2 * schedule.cluster, g_logits=logits,
+        logits_stride=stride, g_grad=grad, grad_stride=out_stride, rows=rows, cols=cols, chunks=chunks,
+        ignore_index=IGNORED, slices=1, denominator_kind=0,
+    )  # fmt: skip
+    live = [row for row in range(rows) if kernel.targets[row] != IGNORED]
+    assert sorted(kernel.seen) == [value(row, col) for row in live for col in range(cols)]
+    for row in range(rows if gradient else 0):
+        for col in range(cols):
+            wanted = 0.0 if row not in live else TARGET if col == kernel.targets[row] else value(row, col)
+            assert memory.take(grad, row, col, out_stride) == wanted
+
+
+@pytest.mark.parametrize("schedule", SINGLE, ids=lambda facts: "-".join(map(str, facts)))
+@layouts
+@dtypes
+@pytest.mark.parametrize("form", ["in place", "apart", "rescaled"])
+def test_cross_entropy_backward(monkeypatch, form, dtype, layout, schedule):
+    rows = 5
+    memory, ragged, schedule, tiles = geometry(dtype, layout, schedule)
+    cols, gap, out_gap, offset, out_offset = layout
+    stride, out_stride = cols + gap, cols + out_gap
+    grad = logits = memory.tensor(1, rows, cols, stride, offset, value)
+    if form == "apart":
+        grad = memory.tensor(2, rows, cols, out_stride, out_offset)
+    else:
+        out_stride = stride
+        memory.tensor(1, rows, cols, stride, offset)
+    arguments = {"g_grad": grad, "grad_stride": out_stride, "rows": rows, "cols": cols, "tiles": tiles}
+    if form == "rescaled":
+        kernel = in_python(Rescale)(dtype, schedule, ragged)
+        kernel.targets = [cols] * rows
+        memory_of_one = {"load_float": lambda g: 2.0}
+        memory.primitives = lambda of=memory.primitives: {**of(), **memory_of_one}
+        run(monkeypatch, kernel, "cross_entropy_rescale_kernel", memory, 3, **arguments)
+    else:
+        kernel = in_python(Backward)(
+            dtype, schedule, ragged, target_bits=64, weighted=False, smoothing=False, logits="linear"
+        )
+        kernel.targets = [(IGNORED, 0, cols - 1, cols // 2, cols)[row] for row in range(rows)]
+        run(
+            monkeypatch, kernel, "cross_entropy_backward_kernel", memory, 3, **arguments, g_logits=logits,
+            logits_stride=stride, ignore_index=IGNORED,
+        )  # fmt: skip
+    for row in range(rows):
+        for col in range(cols):
+            wanted = value(row, col) * (2 if form == "rescaled" else 1)
+            if kernel.targets[row] == IGNORED:
+                wanted = 0.0
+            elif kernel.targets[row] == col:
+                wanted = TARGET
+            assert memory.take(grad, row, col, out_stride) == wanted
+
+
+@layouts
+@dtypes
+@pytest.mark.parametrize(
+    ("held", "schedule"),
+    [*((True, facts) for facts in SCHEDULES), *((False, facts) for facts in SINGLE)],
+    ids=lambda facts: "-".join(map(str, facts)) if isinstance(facts, tuple) else "held" if facts else "read twice",
+)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_softmax(monkeypatch, backward, held, dtype, layout, schedule):
+    rows = 5
+    memory, ragged, schedule, chunks = geometry(dtype, layout, schedule)
+    cols, gap, out_gap, offset, out_offset = layout
+    stride, out_stride = cols + gap, cols + out_gap
+    kernel = in_python(SoftmaxBackward if backward else SoftmaxForward)(dtype, schedule, ragged, log=False, held=held)
+    read = memory.tensor(1, rows, cols, stride, offset, value)
+    written = memory.tensor(2, rows, cols, out_stride, out_offset)
+    arguments = {"rows": rows, "cols": cols, "chunks": chunks, "g_output": written, "output_stride": out_stride}
+    if backward:
+        upstream = memory.tensor(3, rows, cols, out_stride, out_offset, lambda row, col: -value(row, col))
+        arguments |= {"g_output": read, "output_stride": stride, "g_grad": written, "grad_stride": out_stride}
+        arguments |= {"g_upstream": upstream, "upstream_stride": out_stride}
+    else:
+        arguments |= {"g_input": read, "input_stride": stride}
+    name = "softmax_backward_kernel" if backward else "softmax_forward_kernel"
+    run(monkeypatch, kernel, name, memory, 2 * schedule.cluster, **arguments)
+    values = [value(row, col) for row in range(rows) for col in range(cols)]
+    assert sorted(kernel.seen) == [(x, -x) if backward else x for x in values]
+    for row in range(rows):
+        for col in range(cols):
+            x = value(row, col)
+            assert memory.take(written, row, col, out_stride) == (x - 10000 * x if backward else x)
