@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("tvm_ffi", reason="cutedsl: apache-tvm-ffi is not installed")
 pytest.importorskip("cutlass.cute", reason="cutedsl: nvidia-cutlass-dsl is not installed")
 
+from cutedsl.plain import plain
 from cutlass import BFloat16, Float32
 from loss_cutedsl import (
     _cross_entropy_backward,
@@ -211,14 +212,14 @@ class SoftmaxBackward(Parts, softmax.SoftmaxBackward):
 
 def in_python(kernel_class):
     """The class with what the compiler translates as the plain functions that they were."""
-    plain = {}
+    methods = {}
     for base in reversed(kernel_class.__mro__):
         for key, value in vars(base).items():
             if callable(value) and hasattr(value, "__wrapped__"):
-                plain[key] = value.__wrapped__
+                methods[key] = plain(value)
             else:
-                plain.pop(key, None)
-    return type(kernel_class.__name__, (kernel_class,), plain)
+                methods.pop(key, None)
+    return type(kernel_class.__name__, (kernel_class,), methods)
 
 
 def run(monkeypatch, kernel, name, memory, grid, **arguments):

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("tvm_ffi", reason="cutedsl: apache-tvm-ffi is not installed")
 pytest.importorskip("cutlass.cute", reason="cutedsl: nvidia-cutlass-dsl is not installed")
 
+from cutedsl.plain import plain
 from cutlass import BFloat16
 from loss_cutedsl import _cross_entropy_forward, _cross_entropy_rows, _schedule
 
@@ -22,12 +23,12 @@ class Model(_cross_entropy_forward.CrossEntropyForward):
     A row's address is its number, and a slot of shared memory holds (row, chunk) once that has arrived.
     """
 
-    held_rows = _cross_entropy_forward.CrossEntropyForward.held_rows.__wrapped__
-    start_rows = _cross_entropy_forward.CrossEntropyForward.start_rows.__wrapped__
-    streamed_rows = _cross_entropy_forward.CrossEntropyForward.streamed_rows.__wrapped__
-    start_chunks = _cross_entropy_forward.CrossEntropyForward.start_chunks.__wrapped__
-    start_chunk = _cross_entropy_forward.CrossEntropyForward.start_chunk.__wrapped__
-    coming_row = _cross_entropy_forward.CrossEntropyForward.coming_row.__wrapped__
+    held_rows = plain(_cross_entropy_forward.CrossEntropyForward.held_rows)
+    start_rows = plain(_cross_entropy_forward.CrossEntropyForward.start_rows)
+    streamed_rows = plain(_cross_entropy_forward.CrossEntropyForward.streamed_rows)
+    start_chunks = plain(_cross_entropy_forward.CrossEntropyForward.start_chunks)
+    start_chunk = plain(_cross_entropy_forward.CrossEntropyForward.start_chunk)
+    coming_row = plain(_cross_entropy_forward.CrossEntropyForward.coming_row)
 
     def __init__(self, schedule, targets, gradient):
         super().__init__(
