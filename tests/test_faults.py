@@ -72,6 +72,23 @@ def test_probabilities_of_a_masked_logit(device):
     assert grad.tolist() == [[0, 0], [0, 0]]
 
 
+@pytest.mark.parametrize("classes", [40, 1003, 9001])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("shift", [3000.0, -2e4])
+def test_gradients_keep_their_digits_far_from_zero(shift, reduction, classes, backend, device):
+    """There an lse has lost the digits that every probability takes from it."""
+    logits, target = 2 * torch.randn(4, classes) + shift, torch.tensor([0, classes - 1, -100, classes // 2])
+    logits[1, : classes // 2] = -torch.inf
+    upstream = torch.rand(4) + 0.5 if reduction == "none" else torch.tensor(0.7)
+    _, grad = loss_and_gradient(
+        leaf(logits, device), target.to(device), backend, upstream.to(device), reduction=reduction
+    )
+    reference = logits.double().requires_grad_()
+    wanted = functional.cross_entropy(reference, target, reduction=reduction)
+    (truth,) = torch.autograd.grad(wanted, reference, upstream.double())
+    torch.testing.assert_close(grad.cpu().double(), truth, rtol=1e-5, atol=1e-6 * truth.abs().max().item())
+
+
 def test_blocks_of_masked_logits(backend, device):
     logits = torch.full((1, 100_000), -torch.inf)
     logits[0, 50_000] = 10

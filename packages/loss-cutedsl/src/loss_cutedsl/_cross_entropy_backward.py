@@ -7,13 +7,17 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from ._cross_entropy_rows import ENTRY_WORDS, CrossEntropyRows
 from ._device import (
+    LOWEST,
     StagedRows,
+    barrier,
     divide,
     fma,
     load_element,
+    load_element_below,
     load_float,
     load_global,
     pack,
+    select_below,
     store_element,
     store_float,
     store_global,
@@ -25,6 +29,9 @@ from ._schedule import VECTOR_BYTES, Schedule
 # shared memory that its own allocator hands out, so the launch has to ask for it.
 WEIGHT_SUM_THREADS = 512
 WEIGHT_SUM_BYTES = 128
+
+# Logits that a thread has under way where it sums a row again.
+SUM_UNROLL = 8
 
 
 class CrossEntropyBackward(CrossEntropyRows):
@@ -46,6 +53,9 @@ class CrossEntropyBackward(CrossEntropyRows):
         self.weighted = weighted
         self.smoothing = smoothing
         self.logits = logits
+        # An lse is rounded by up to 2**-24 of its size, and each probability with it. Beyond this size that would show
+        # in a gradient of the dtype.
+        self.large_lse = 64.0 if dtype is Float32 else 1024.0
 
     @cute.jit
     def __call__(
@@ -102,7 +112,7 @@ class CrossEntropyBackward(CrossEntropyRows):
             z_loss,
             logit_scale,
             softcap,
-        ).launch(grid=[grid, 1, 1], block=[self.threads, 1, 1], stream=stream)
+        ).launch(grid=[grid, 1, 1], block=[self.threads, 1, 1], smem=self.scratch_bytes, stream=stream)
 
     @cute.kernel
     def cross_entropy_weight_sum_kernel(self, g_weight: Int64, g_workspace: Int64, cols: Int32):
@@ -147,16 +157,18 @@ class CrossEntropyBackward(CrossEntropyRows):
         With ``skip_if_one`` and an upstream gradient of 1 it takes none.
         """
         thread, group, rank, first_work, work_step = self.place()
+        s_scratch = Int32(cute.arch.get_dyn_smem(Uint32, 128).toint())
         work_end = rows * tiles
         if skip_if_one != 0:
             if load_float(g_upstream) == 1.0:
                 work_end = Int32(0)
         for work in cutlass.range(first_work, work_end, work_step, unroll=1):
             row = work // tiles
+            tile = work - row * tiles
             upstream = Float32(1.0)
             if g_upstream != 0:
                 upstream = load_float(g_upstream + Int64(row) * upstream_stride * 4)
-            first = thread + (work - row * tiles) * (self.row_threads * self.unroll)
+            first = thread + tile * (self.row_threads * self.unroll)
             target = self.load_target(g_target, row, row >= 0, ignore_index)
             g_vectors, phase, vectors = self.span(g_logits, logits_stride, row, cols)
             g_out, out_phase, out_vectors = self.span(g_grad, grad_stride, row, cols)
@@ -164,20 +176,9 @@ class CrossEntropyBackward(CrossEntropyRows):
                 self.write_zeros(g_out, out_phase, out_vectors, first, Int32(1), cols)
             else:
                 facts = self.row_facts(
-                    cols,
-                    Int32(1),
-                    first,
-                    thread,
-                    rank,
-                    Int32(0),
-                    g_weight,
-                    first_class,
-                    total_classes,
-                    label_smoothing,
-                    z_loss,
-                    logit_scale,
-                    softcap,
-                )
+                    cols, Int32(1), first, thread, rank, s_scratch, g_weight, first_class, total_classes,
+                    label_smoothing, z_loss, logit_scale, softcap,
+                )  # fmt: skip
                 scale = upstream * logit_scale
                 if g_denominator != 0:
                     scale = divide(scale, load_float(g_denominator))
@@ -191,7 +192,55 @@ class CrossEntropyBackward(CrossEntropyRows):
                     w_sum = load_float(g_workspace) if cutlass.const_expr(self.weighted) else Float32(cols)
                     pull = fma(facts.share, w_sum, pull)
                 pull = self.or_nan(facts, target, pull) * scale
-                self.write_tile(facts, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, highest, pull, scale)
+                if self.sums_again(facts, lse):
+                    # One group takes the whole row: where the gradient takes the logits' memory, another one would
+                    # overwrite what is still to be summed. That of another tile from row to row: a group may come by
+                    # tiles of one number only.
+                    if tile == row % tiles:
+                        self.write_row(facts, g_vectors, phase, g_out, out_phase, y, x_y, w_y, pull, scale)
+                else:
+                    self.write_tile(
+                        facts, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, highest, pull, scale
+                    )
+
+    def sums_again(self, facts, lse):
+        """Whether to sum a row anew: its lse has lost digits, and is not one of several shards."""
+        large = (lse > self.large_lse) | (lse < -self.large_lse)
+        return large & (facts.total_classes == Int64(facts.cols))
+
+    @cute.jit
+    def sum_row(self, facts, g_vectors, phase):
+        """A row's maximum and the sum of its powers, as the forward had them; for all threads of the group."""
+        highest = Float32(LOWEST)
+        total = Float32(0.0)
+        # Element by element, which takes one loop for every layout, and few registers from all other rows.
+        for start in cutlass.range(facts.thread, facts.cols, self.row_threads * SUM_UNROLL, unroll=1):
+            raw = []
+            for u in cutlass.range_constexpr(SUM_UNROLL):
+                col = start + u * self.row_threads
+                g_element = g_vectors + (Int64(phase) + Int64(col)) * self.element_bytes
+                raw.append(load_element_below(self.dtype, g_element, col, facts.cols))
+            t = []
+            for u in cutlass.range_constexpr(SUM_UNROLL):
+                col = start + u * self.row_threads
+                t.append(select_below(col, facts.cols, self.value(facts, raw[u], col), Float32(float("-inf"))))
+            highest, total = self.absorb_values(t, facts.power, highest, total)
+        highest, total, _, _ = self.reduce_row(
+            facts.s_scratch, Int32(0), facts.thread, facts.rank, facts.power, highest, total
+        )
+        if cutlass.const_expr(self.warps > 1):
+            # The scratch is the next row's.
+            barrier()
+        return highest, total
+
+    @cute.jit
+    def write_row(self, facts, g_vectors, phase, g_out, out_phase, y, x_y, w_y, pull, scale):
+        """The gradient of a whole row, from what it is summed to here."""
+        highest, total = self.sum_row(facts, g_vectors, phase)
+        self.write_columns(
+            facts, g_vectors, phase, g_out, out_phase, Int32(0), facts.cols, y, x_y, w_y, highest,
+            divide(pull, total), scale,
+        )  # fmt: skip
 
     @cute.jit
     def write_tile(self, facts, g_vectors, phase, vectors, g_out, out_phase, y, x_y, w_y, highest, pull, scale):
@@ -227,12 +276,21 @@ class CrossEntropyBackward(CrossEntropyRows):
             # Columns, not vectors, are dealt here: one tile may be left with none.
             if stop > facts.cols:
                 stop = facts.cols
-            for col in cutlass.range(start + facts.thread, stop, self.row_threads, unroll=1):
-                x = load_element(self.dtype, g_vectors + (Int64(phase) + Int64(col)) * self.element_bytes)
-                values = self.gradient_values(facts, [x], col, highest, pull, scale)
-                store_element(self.dtype, g_out + (Int64(out_phase) + Int64(col)) * self.element_bytes, values[0])
-            if (y >= start) & (y < stop) & ((y - start) % self.row_threads == facts.thread):
-                self.target_gradient(facts, y, x_y, w_y, g_out, out_phase, highest, pull, scale)
+            self.write_columns(
+                facts, g_vectors, phase, g_out, out_phase, start, stop, y, x_y, w_y, highest, pull, scale
+            )
+
+    @cute.jit
+    def write_columns(
+        self, facts, g_vectors, phase, g_out, out_phase, start, stop, y, x_y, w_y, highest, pull, scale
+    ):  # fmt: skip
+        """The gradient of columns [start, stop), element by element."""
+        for col in cutlass.range(start + facts.thread, stop, self.row_threads, unroll=1):
+            x = load_element(self.dtype, g_vectors + (Int64(phase) + Int64(col)) * self.element_bytes)
+            values = self.gradient_values(facts, [x], col, highest, pull, scale)
+            store_element(self.dtype, g_out + (Int64(out_phase) + Int64(col)) * self.element_bytes, values[0])
+        if (y >= start) & (y < stop) & ((y - start) % self.row_threads == facts.thread):
+            self.target_gradient(facts, y, x_y, w_y, g_out, out_phase, highest, pull, scale)
 
     def edge_tile(self, facts, g_vectors, vector, phase, g_out, highest, pull, scale):
         raw = self.load_edge(g_vectors, vector, phase, facts.cols)
