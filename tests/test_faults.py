@@ -89,6 +89,22 @@ def test_gradients_keep_their_digits_far_from_zero(shift, reduction, classes, ba
     torch.testing.assert_close(grad.cpu().double(), truth, rtol=1e-5, atol=1e-6 * truth.abs().max().item())
 
 
+@pytest.mark.parametrize("classes", [12, 1003, 50257])
+def test_a_prediction_among_nan(classes, backend, device):
+    """NaN is the largest, as in torch.argmax, above inf too, and the first of several is the prediction."""
+    inf, nan = torch.inf, torch.nan
+    rows = [{0.2: inf, 0.8: nan}, {0.2: nan, 0.8: inf}, {0.3: nan, 0.9: nan}, {0.9: nan}, {0.0: nan, 0.5: 7.0}]
+    logits = torch.full((len(rows), classes), -1.0)
+    for row, places in zip(logits, rows, strict=True):
+        for share, value in places.items():
+            row[int(share * classes)] = value
+    wanted = logits.double().argmax(-1)
+    target = torch.where(torch.arange(len(rows)) % 2 == 0, -100, wanted)
+    result = loss_core.cross_entropy_with_stats(logits.to(device), target.to(device), reduction="none", backend=backend)
+    assert result.prediction.tolist() == wanted.tolist()
+    assert result.correct.tolist() == (target != -100).tolist()
+
+
 def test_blocks_of_masked_logits(backend, device):
     logits = torch.full((1, 100_000), -torch.inf)
     logits[0, 50_000] = 10

@@ -10,6 +10,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 from ._cross_entropy_rows import ENTRY_WORDS, CrossEntropyRows, RowFacts
 from ._device import (
     LOWEST,
+    above,
     add,
     add_release,
     barrier,
@@ -28,7 +29,7 @@ from ._device import (
     load_relaxed_below,
     load_shared,
     load_shared_word,
-    maximum,
+    maximum_or_nan,
     pack,
     ptx,
     select_below,
@@ -766,12 +767,14 @@ class CrossEntropyForward(CrossEntropyRows):
                     select_below(col, facts.cols, x * facts.inner, Float32(float("-inf")))
                     for x, col in zip(raw, columns)
                 ]
-            best = tree(keys, maximum)
-            if best > key:
+            best = tree(keys, maximum_or_nan)
+            if above(best, key) != 0:
                 key = best
                 for i in cutlass.range_constexpr(len(keys) - 1, -1, -1):
+                    # There is a NaN among the keys only if it is the best.
                     index = ptx(
-                        "{ .reg .pred p; setp.eq.f32 p, {$r0}, {$r1}; selp.b32 {$w0}, {$r2}, {$r3}, p; }",
+                        "{ .reg .pred p; setp.nan.f32 p, {$r0}, {$r0}; setp.eq.or.f32 p, {$r0}, {$r1}, p;"
+                        " selp.b32 {$w0}, {$r2}, {$r3}, p; }",
                         [Int32],
                         [keys[i], best, columns[i], index],
                     )

@@ -45,6 +45,20 @@ def maximum(a, b):
     return ptx("max.f32 {$w0}, {$r0}, {$r1};", [Float32], [a, b])
 
 
+def maximum_or_nan(a, b):
+    return ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", [Float32], [a, b])
+
+
+def above(a, b):
+    """Whether a is above b, where NaN is above all numbers: 1 or 0."""
+    return ptx(
+        "{ .reg .pred p, q; setp.num.f32 q, {$r1}, {$r1}; setp.gtu.and.f32 p, {$r0}, {$r1}, q;"
+        " selp.b32 {$w0}, 1, 0, p; }",
+        [Int32],
+        [a, b],
+    )
+
+
 def divide(a, b):
     return ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", [Float32], [a, b])
 
@@ -351,8 +365,10 @@ def warp_argmax(key, index):
 
 
 def better(key, index, other_key, other_index):
+    """Of two the one with the larger key, NaN being the largest, or of equals the one with the smaller index."""
     return ptx(
-        "{ .reg .pred p, q; setp.gt.f32 p, {$r2}, {$r0}; setp.eq.f32 q, {$r2}, {$r0};"
+        "{ .reg .pred p, q, n; setp.num.f32 n, {$r0}, {$r0}; setp.gtu.and.f32 p, {$r2}, {$r0}, n;"
+        " setp.nan.and.f32 q, {$r2}, {$r2}, !n; setp.eq.or.f32 q, {$r2}, {$r0}, q;"
         " setp.lt.and.s32 q, {$r3}, {$r1}, q; or.pred p, p, q;"
         " selp.f32 {$w0}, {$r2}, {$r0}, p; selp.b32 {$w1}, {$r3}, {$r1}, p; }",
         [Float32, Int32],
