@@ -112,12 +112,15 @@ def test_backward(machine, variant):
     assert callable(plan.launch)
 
 
-@on_every_architecture((BF16, 8192), (FP16, 1001), (FP32, 50257), (BF16, 1), (FP16, 8192), (FP32, 200))
+@on_every_architecture(
+    (BF16, 8192, 64), (FP16, 1001, 32), (FP32, 50257, 64), (BF16, 1, 8), (FP16, 8192, 32), (FP32, 200, 64)
+)
 def test_rescale(machine, variant):
-    dtype, cols = variant
+    dtype, cols, target_bits = variant
     vectors, ragged = shape(cols, dtype)
     schedule = _schedule.direct(machine, vectors)
-    assert callable(cross_entropy.make_rescale_plan(machine, dtype, cols, schedule, ragged).launch)
+    plan = cross_entropy.make_rescale_plan(machine, dtype, cols, schedule, ragged, TARGETS[target_bits])
+    assert callable(plan.launch)
 
 
 # dtype, classes, log, whether rows are held in shared memory

@@ -185,8 +185,8 @@ def test_backward_that_may_have_nothing_to_do_is_a_small_launch(launches):
         assert name == "CrossEntropyBackward"
         assert values[1] == 0
         assert values[12:14] == (blocks, int(skip and blocks != tiles))
-    cross_entropy.rescale(one, logits)
-    assert launches[-1][1][4] == 4 * PROCESSORS
+    cross_entropy.rescale_live(one, logits, target, -7)
+    assert launches[-1][1][3:9] == (target.data_ptr(), 4096, 4 * PROCESSORS, 8192, plan.tiles, -7)
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -199,8 +199,8 @@ def test_no_loop_counts_beyond_32_bits(launches, rows, reduction, skip):
     upstream = torch.ones(()).expand(rows) if reduction == "none" else torch.ones(())
     options = CrossEntropyOptions(reduction=reduction)
     cross_entropy.backward(upstream, logits, target, None, lse, None, options, grad=logits, skip_if_one=skip)
-    cross_entropy.rescale(torch.ones(()), logits)
-    grids = [values[{"CrossEntropyBackward": 12, "CrossEntropyRescale": 4}[name]] for name, values in launches]
+    cross_entropy.rescale_live(torch.ones(()), logits, target, -100)
+    grids = [values[{"CrossEntropyBackward": 12, "CrossEntropyRescale": 5}[name]] for name, values in launches]
     if reduction == "mean":
         prepared = cross_entropy.prepare(
             logits.device, logits.dtype, target.dtype, rows, 1, 0, 0, options, gradient=True

@@ -21,7 +21,7 @@ __all__ = [
     "cross_entropy_backward",
     "cross_entropy_forward",
     "cross_entropy_prepare",
-    "cross_entropy_rescale",
+    "cross_entropy_rescale_live",
     "log_softmax_backward",
     "log_softmax_forward",
     "log_softmax_prepare",
@@ -50,7 +50,7 @@ def _load() -> None:
         cross_entropy_forward=cross_entropy.forward,
         cross_entropy_backward=cross_entropy.backward,
         cross_entropy_prepare=cross_entropy.prepare,
-        cross_entropy_rescale=cross_entropy.rescale,
+        cross_entropy_rescale_live=cross_entropy.rescale_live,
         softmax_forward=softmax.softmax_forward,
         softmax_backward=softmax.softmax_backward,
         log_softmax_forward=softmax.log_softmax_forward,
@@ -112,10 +112,10 @@ def cross_entropy_prepare(
     return cross_entropy_prepare(device, dtype, target_dtype, rows, classes, stride, offset, options, gradient=gradient)
 
 
-def cross_entropy_rescale(grad_loss: Tensor, grad: Tensor) -> None:
-    """``grad *= grad_loss``, in place; reads one number where that is 1."""
+def cross_entropy_rescale_live(grad_loss: Tensor, grad: Tensor, target: Tensor, ignore_index: int) -> None:
+    """``grad *= grad_loss``, in place, in rows that are not ignored; reads one number where that is 1."""
     _load()
-    cross_entropy_rescale(grad_loss, grad)
+    cross_entropy_rescale_live(grad_loss, grad, target, ignore_index)
 
 
 def softmax_forward(input: Tensor, output: Tensor) -> None:

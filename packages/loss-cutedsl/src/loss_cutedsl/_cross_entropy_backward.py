@@ -8,7 +8,6 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from ._cross_entropy_rows import ENTRY_WORDS, CrossEntropyRows
 from ._device import (
     LOWEST,
-    StagedRows,
     barrier,
     divide,
     fma,
@@ -303,11 +302,12 @@ def backward_arguments():
     return [*[Int64(0)] * 11, *[Int32(1)] * 5, Int64(-100), Int64(0), Int64(1), *[Float32(1.0)] * 4]
 
 
-class CrossEntropyRescale(StagedRows):
-    """grad *= upstream, in place; nothing but one load where upstream is 1."""
+class CrossEntropyRescale(CrossEntropyRows):
+    """grad *= upstream, in place, in rows that are not ignored; nothing but one load where upstream is 1."""
 
-    def __init__(self, dtype, schedule: Schedule, ragged: bool):
+    def __init__(self, dtype, schedule: Schedule, ragged: bool, *, target_bits: int):
         super().__init__(dtype, schedule, ragged, ENTRY_WORDS)
+        self.target_bits = target_bits
 
     @cute.jit
     def __call__(
@@ -315,19 +315,29 @@ class CrossEntropyRescale(StagedRows):
         g_upstream: Int64,  # (1,) float32
         g_grad: Int64,  # (R, V)
         grad_stride: Int64,
+        g_target: Int64,  # (R,)
         rows: Int32,
         grid: Int32,
         cols: Int32,
         tiles: Int32,
+        ignore_index: Int64,
         stream,
     ):
-        self.cross_entropy_rescale_kernel(g_upstream, g_grad, grad_stride, rows, cols, tiles).launch(
-            grid=[grid, 1, 1], block=[self.threads, 1, 1], stream=stream
-        )
+        self.cross_entropy_rescale_kernel(
+            g_upstream, g_grad, grad_stride, g_target, rows, cols, tiles, ignore_index
+        ).launch(grid=[grid, 1, 1], block=[self.threads, 1, 1], stream=stream)
 
     @cute.kernel
     def cross_entropy_rescale_kernel(
-        self, g_upstream: Int64, g_grad: Int64, grad_stride: Int64, rows: Int32, cols: Int32, tiles: Int32
+        self,
+        g_upstream: Int64,
+        g_grad: Int64,
+        grad_stride: Int64,
+        g_target: Int64,
+        rows: Int32,
+        cols: Int32,
+        tiles: Int32,
+        ignore_index: Int64,
     ):
         """A group of threads takes tiles in turn; none where upstream is 1."""
         thread, group, rank, first_work, work_step = self.place()
@@ -337,24 +347,30 @@ class CrossEntropyRescale(StagedRows):
             work_end = Int32(0)
         for work in cutlass.range(first_work, work_end, work_step, unroll=1):
             row = work // tiles
-            first = thread + (work - row * tiles) * (self.row_threads * self.unroll)
-            g_vectors, phase, vectors = self.span(g_grad, grad_stride, row, cols)
-            words = []
-            for u in cutlass.range_constexpr(self.unroll):
-                vector = self.vector(first, u)
-                whole = self.whole(vector, phase, vectors, cols)
-                words.append(load_global(g_vectors + Int64(vector) * VECTOR_BYTES, whole))
-            for u in cutlass.range_constexpr(self.unroll):
-                vector = self.vector(first, u)
-                values = [value * upstream for value in unpack(self.dtype, words[u])]
-                whole = self.whole(vector, phase, vectors, cols)
-                store_global(g_vectors + Int64(vector) * VECTOR_BYTES, pack(self.dtype, values), whole)
-            if cutlass.const_expr(self.ragged):
-                # One vector that is both first and last is to be scaled once.
-                if self.has(first, Int32(0)):
-                    self.rescale_edge(g_vectors, Int32(0), phase, cols, upstream)
-                if (vectors > 1) & self.has(first, vectors - 1):
-                    self.rescale_edge(g_vectors, vectors - 1, phase, cols, upstream)
+            # The zeros of an ignored row would become NaN where upstream is not finite.
+            if self.load_target(g_target, row, row >= 0, ignore_index) != ignore_index:
+                first = thread + (work - row * tiles) * (self.row_threads * self.unroll)
+                g_vectors, phase, vectors = self.span(g_grad, grad_stride, row, cols)
+                self.rescale_tile(g_vectors, phase, vectors, first, cols, upstream)
+
+    @cute.jit
+    def rescale_tile(self, g_vectors, phase, vectors, first, cols, upstream):
+        words = []
+        for u in cutlass.range_constexpr(self.unroll):
+            vector = self.vector(first, u)
+            whole = self.whole(vector, phase, vectors, cols)
+            words.append(load_global(g_vectors + Int64(vector) * VECTOR_BYTES, whole))
+        for u in cutlass.range_constexpr(self.unroll):
+            vector = self.vector(first, u)
+            values = [value * upstream for value in unpack(self.dtype, words[u])]
+            whole = self.whole(vector, phase, vectors, cols)
+            store_global(g_vectors + Int64(vector) * VECTOR_BYTES, pack(self.dtype, values), whole)
+        if cutlass.const_expr(self.ragged):
+            # One vector that is both first and last is to be scaled once.
+            if self.has(first, Int32(0)):
+                self.rescale_edge(g_vectors, Int32(0), phase, cols, upstream)
+            if (vectors > 1) & self.has(first, vectors - 1):
+                self.rescale_edge(g_vectors, vectors - 1, phase, cols, upstream)
 
     @cute.jit
     def rescale_edge(self, g_vectors, vector, phase, cols, upstream):
@@ -365,4 +381,4 @@ class CrossEntropyRescale(StagedRows):
 
 def rescale_arguments():
     """Arguments of CrossEntropyRescale to compile for."""
-    return [*[Int64(0)] * 3, *[Int32(1)] * 4]
+    return [*[Int64(0)] * 4, *[Int32(1)] * 4, Int64(-100)]

@@ -432,8 +432,8 @@ def make_backward_plan(machine, dtype, cols, schedule, ragged, target_dtype, wei
     )
 
 
-def rescale(grad_loss, grad):
-    """``cross_entropy_rescale`` of the contract in loss_core.backend."""
+def rescale_live(grad_loss, grad, target, ignore_index):
+    """``cross_entropy_rescale_live`` of the contract in loss_core.backend."""
     rows, cols = grad.shape
     if rows == 0 or cols == 0:
         return
@@ -441,24 +441,29 @@ def rescale(grad_loss, grad):
     address, stride = grad.data_ptr(), grad.stride(0)
     ragged = (address | (cols | stride) * grad.itemsize) % VECTOR_BYTES != 0
     require(grad)
-    launch, tiles, groups, few_blocks, _, _, constants = _rescale_plan(index, grad.dtype, cols, ragged)
+    launch, tiles, groups, few_blocks, _, _, constants = _rescale_plan(index, grad.dtype, cols, ragged, target.dtype)
     grid = min(-(-rows * tiles // groups), few_blocks)
-    launch(grad_loss.data_ptr(), address, stride, rows, grid, *constants, stream_of(index))
+    launch(
+        grad_loss.data_ptr(), address, stride, target.data_ptr(), rows, grid, *constants, ignore_index,
+        stream_of(index),
+    )  # fmt: skip
 
 
 @functools.lru_cache(MOST_PLANS)
-def _rescale_plan(index, dtype, cols, ragged):
+def _rescale_plan(index, dtype, cols, ragged, target_dtype):
+    _require(dtype, cols, target_dtype)
     machine = machine_of(index)
     schedule = _schedule.direct(machine, most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged))
-    return make_rescale_plan(machine, dtype, cols, schedule, ragged)
+    return make_rescale_plan(machine, dtype, cols, schedule, ragged, target_dtype)
 
 
-def make_rescale_plan(machine, dtype, cols, schedule, ragged):
+def make_rescale_plan(machine, dtype, cols, schedule, ragged, target_dtype):
     """Compile a rescale and prepare its launch."""
+    target_bits = TARGET_BITS[target_dtype]
     launch = compiled(
         CrossEntropyRescale,
-        (str(dtype), tuple(schedule), ragged),
-        lambda: CrossEntropyRescale(DTYPES[dtype], schedule, ragged),
+        (str(dtype), tuple(schedule), ragged, target_bits),
+        lambda: CrossEntropyRescale(DTYPES[dtype], schedule, ragged, target_bits=target_bits),
         rescale_arguments,
         machine.architecture,
     )
