@@ -41,7 +41,7 @@ from loss_core.derivative import first_derivative_only, refuse_tangent
 from loss_core.dtypes import FLOATING, INTEGRAL, accumulation_dtype, kind, names
 from loss_core.environment import VALIDATE, has, is_on
 from loss_core.memory import allocator
-from loss_core.reference.cross_entropy import cross_entropy_probabilities
+from loss_core.reference.cross_entropy import cross_entropy_probabilities, cross_entropy_rescale_live
 from loss_core.registry import Backend
 
 
@@ -746,7 +746,7 @@ def _gradient(ctx: Any, grad_loss: Tensor) -> Tensor:
                 "cross_entropy(inplace=True) gave the logits' memory to the gradient in the first backward; "
                 "a second one through the same graph needs inplace=False"
             )
-        _rescale(backend, grad_loss, grad)
+        _rescale(backend, grad_loss, grad, target, options.ignore_index)
         return from_rows(grad, shape, dim)
     logits = saved if rows_saved else to_rows(saved, dim)
     in_forward = grad is not None
@@ -762,12 +762,13 @@ def _gradient(ctx: Any, grad_loss: Tensor) -> Tensor:
     return from_rows(grad, shape, dim)
 
 
-def _rescale(backend: Any, grad_loss: Tensor, grad: Tensor) -> None:
-    rescale = getattr(backend, "cross_entropy_rescale", None)
-    if rescale is not None:
-        rescale(grad_loss, grad)
+def _rescale(backend: Any, grad_loss: Tensor, grad: Tensor, target: Tensor, ignore_index: int) -> None:
+    if hasattr(backend, "cross_entropy_rescale_live"):
+        backend.cross_entropy_rescale_live(grad_loss, grad, target, ignore_index)
+    elif hasattr(backend, "cross_entropy_rescale"):
+        backend.cross_entropy_rescale(grad_loss, grad)
     else:
-        grad.mul_(grad_loss)
+        cross_entropy_rescale_live(grad_loss, grad, target, ignore_index)
 
 
 # torch.compile: opaque ops, so that neither the choice of the backend nor its kernels are traced. The gradient is
