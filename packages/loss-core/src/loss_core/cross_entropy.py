@@ -535,8 +535,7 @@ def _run_on(
             loss, lse, *rest = result
             result = CrossEntropyForward(loss, lse, None, *rest)
     else:
-        if forward_ad._current_level >= 0:
-            refuse_tangent(input, backend.name)
+        refuse_tangent(input, backend.name)
         logits = input if in_rows and input.stride(1) == 1 and not input.is_neg() else to_rows(input, dim)
         result = module.cross_entropy_forward(
             logits, target, weight, byte_lengths, num_items, options, grad=None, stats=stats
