@@ -403,3 +403,49 @@ def test_negative_views_in_softmax(what, dim, op, backend, device):
     (grad,) = torch.autograd.grad(output, input, upstream)
     torch.testing.assert_close(output.detach().cpu().double(), wanted.detach(), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(grad.cpu().double(), wanted_grad, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["apart", "inplace"])
+@pytest.mark.parametrize("upstream", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    ("reduction", "classes", "dtype", "options"),
+    [
+        ("mean", 37, torch.float32, {}),
+        ("sum", 64, torch.bfloat16, {}),
+        ("none", 37, torch.float16, {}),
+        ("byte_mean", 37, torch.bfloat16, {"byte_lengths": torch.tensor([3, 1, 4, 1, 5])}),
+        ("mean", 37, torch.float16, {"weight": torch.arange(37) / 37}),
+        ("sum", 37, torch.float32, {"weight": torch.arange(37) / 37, "label_smoothing": 0.1}),
+        ("mean", 37, torch.float32, {"ignore_index": 5}),
+    ],
+    ids=["mean", "sum", "none", "bytes", "weight", "smoothing", "class"],
+)
+def test_an_upstream_that_is_not_finite_leaves_ignored_rows_alone(
+    reduction, classes, dtype, options, upstream, inplace, backend, device
+):
+    """Zero times infinity is NaN; that of a row with weight 0 too, which is not ignored."""
+    ignored = options.get("ignore_index", -100)
+    logits, target = torch.randn(5, classes).to(dtype), torch.tensor([3, ignored, 0, ignored, 36])
+    leaves = leaf(logits, device, dtype)
+    sent = torch.full((5,) if reduction == "none" else (), upstream)
+    on_device = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()
+    }
+    _, grad = loss_and_gradient(
+        leaves * 1.0 if inplace else leaves, target.to(device), backend, sent.to(device), reduction=reduction,
+        inplace=inplace, **on_device,
+    )  # fmt: skip
+    exact = logits.double().requires_grad_()
+    of_torch = {name: value for name, value in options.items() if name != "byte_lengths"}
+    if "weight" in of_torch:
+        of_torch["weight"] = of_torch["weight"].double()
+    reduced = "sum" if reduction == "byte_mean" else reduction
+    wanted = functional.cross_entropy(exact, target, reduction=reduced, **of_torch)
+    (truth,) = torch.autograd.grad(wanted, exact, sent.double())
+    # PyTorch has inf - inf = NaN at a target, where a kernel that forms the difference first has an infinity.
+    assert torch.equal(grad.cpu().isfinite(), truth.isfinite())
+    assert not grad[[1, 3]].any()
+    assert truth.isfinite().sum() == 2 * classes
+    if "weight" in options and "label_smoothing" not in options:
+        assert truth[2].isnan().all()
+        assert grad[2].isnan().all()

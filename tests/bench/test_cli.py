@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -12,7 +14,8 @@ import torch
 from loss_bench.cases import Case, Options
 from loss_bench.cli import app
 from loss_bench.inputs import read_logits
-from loss_bench.results import read_report
+from loss_bench.results import Report, read_report
+from loss_bench.tokens import encode
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -102,13 +105,78 @@ def test_unavailable_alone_is_no_failure(tmp_path):
             ["softmax", "--preset", "tiny", "--weight", "--label-smoothing", "0.1"],
             "label_smoothing=0.1 weight=True is for cross_entropy",
         ),
-        (["--json", "/proc/nowhere/r.json"], "cannot be written"),
         (["--resume", "/proc"], "is a directory"),
-        (["--markdown", "/proc"], "cannot be written"),
     ],
 )
 def test_mistakes_are_named(words, message):
     assert message in invoke("run", *words, status=2).output
+
+
+WRITES = {
+    "run": ["--json", "--markdown"],
+    "accuracy": ["--json", "--markdown"],
+    "train": ["--json", "--markdown", "--save-logits"],
+    "report": ["--json", "--markdown", "--csv", "--html", "--summary", "--plots"],
+}
+
+
+@pytest.mark.parametrize(("command", "option"), [(name, option) for name in WRITES for option in WRITES[name]])
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("/proc/x", errno.ENOENT),
+        ("/proc/version", errno.ENOENT),
+        ("/proc/x/deep/r", errno.ENOENT),
+        ("{tmp}", errno.EISDIR),
+        ("{tmp}/file/r", errno.ENOTDIR),
+        ("{tmp}/file/deep/r", errno.ENOTDIR),
+        ("{tmp}/" + 300 * "r", errno.ENAMETOOLONG),
+        ("{tmp}/link", errno.ENOENT),
+    ],
+    ids=["proc", "there", "below", "folder", "file", "file-below", "long", "link"],
+)
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_done(place, reason, command, option, tmp_path):
+    """The mistake is all that the command says: no progress, no table."""
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("/proc/x")
+    if option == "--plots":
+        # That is a folder, in which there may be files already.
+        if place == "{tmp}":
+            return
+        reason = {"/proc/version": errno.ENOTDIR, "{tmp}/link": errno.EEXIST}.get(place, reason)
+    before = tmp_path / "before.json"
+    Report({"device": "fake"}).write(before)
+    words = {"run": ["--preset", "tiny"], "report": [before], "accuracy": ["-s", "2x3"], "train": ["--steps", "1"]}
+    path = place.format(tmp=tmp_path)
+    output = invoke(command, *words[command], option, path, status=2).output
+    assert output.startswith("error: ")
+    said = "".join(output.split())
+    assert path in said
+    assert said.endswith("cannotbewritten:" + os.strerror(reason).replace(" ", ""))
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["before.json", "file", "link"]
+
+
+def test_links_pipes_and_devices_stay_what_they_are(make_row, tmp_path):
+    """To replace a file is to remove what was there, /dev/null as well."""
+    before, target, link, pipe = (tmp_path / name for name in ("before.json", "target", "link", "pipe"))
+    Report({"device": "fake"}, rows=[make_row(median_ms=1.0)]).write(before)
+    target.touch()
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    for option, first in (("--json", "{"), ("--csv", "op,"), ("--markdown", "")):
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        invoke("report", before, "-q", option, pipe)
+        text = os.read(reader, 1 << 16).decode()
+        os.close(reader)
+        assert pipe.is_fifo()
+        invoke("report", before, "-q", option, link)
+        assert link.is_symlink()
+        assert target.read_text() == text
+        assert text.startswith(first)
+        assert "torch-nn" in text
+    words = ["train", "-b", "torch-nn", "--steps", "1", "--device", "cpu", "--save-logits", pipe]
+    assert "pipe cannot be written: it is a pipe or a device" in " ".join(invoke(*words, status=2).output.split())
+    assert pipe.is_fifo()
 
 
 @pytest.mark.parametrize("command", [["run"], ["run", "--in-process"], ["warm"], ["train"], ["accuracy"]], ids=" ".join)
@@ -238,6 +306,15 @@ def test_train_on_tokens_keeps_the_encoding(tmp_path, monkeypatch):
     curve = json.loads((tmp_path / "c.json").read_text())["train"][1]
     assert curve["status"] == "ok"
     assert curve["loss_ms"] > 0
+
+
+def test_tokens_that_cannot_be_kept_are_learnt_again(monkeypatch):
+    pytest.importorskip("tokenizers", reason="the extra loss-bench[tokens] is not installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/x")
+    text = b"the cat sat on the mat and the dog sat on the cat\n" * 20
+    first = encode(text, 300)
+    assert first.max() >= 256
+    assert torch.equal(encode(text, 300), first)
 
 
 def test_text_of_ones_own(tmp_path):

@@ -138,6 +138,24 @@ def test_a_wrong_backward_is_noticed(fault, wrong_backend):
     assert noticed("cross_entropy")
 
 
+def test_a_rescale_that_makes_ignored_rows_nan_is_noticed(wrong_backend):
+    wrong_backend("def cross_entropy_rescale_live(grad_loss, grad, target, ignore_index): grad.mul_(grad_loss)")
+    assert "upstream=nan,inplace" in noticed("cross_entropy")
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["", "def cross_entropy_rescale(grad_loss, grad): grad.copy_(torch.where(grad == 0, 0, grad.float() * grad_loss))"],
+    ids=["none", "without targets"],
+)
+def test_a_rescale_is_optional_and_may_be_of_the_older_form(source, wrong_backend):
+    wrong_backend("del cross_entropy_rescale_live\n" + source)
+    scaled = [case for case in cases("cross_entropy", quick=True) if case.inplace and case.reduction != "none"]
+    assert {"random", "one", "nan"} <= {case.upstream for case in scaled}
+    for case in scaled:
+        check(case, "wrong")
+
+
 @pytest.mark.parametrize("fault", SOFTMAX_FAULTS)
 def test_a_wrong_softmax_is_noticed(fault, wrong_backend):
     wrong_backend(SOFTMAX_FAULTS[fault])

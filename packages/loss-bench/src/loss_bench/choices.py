@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated
 import torch
 import typer
 
-from loss_bench import cases
+from loss_bench import cases, files
 from loss_bench.cases import Case, Options, Size
 from loss_bench.inputs import RealInputs
 
@@ -135,21 +134,19 @@ def check_choice(what: str, value: str, known: Sequence[str]) -> None:
         raise ValueError(f"unknown {what} {value!r}; known: {', '.join(known)}")
 
 
-def check_writable(*paths: Path | None) -> None:
-    """Make the folders of the files that a command will write, before it spends its time.
+def check_writable(*paths: Path | None, replaced: Path | None = None) -> None:
+    """Make the folders of the files that a command will write, before it spends its time; `replaced` it removes first.
 
     Raises:
         ValueError: if one of them cannot be written.
     """
-    for path in paths:
-        if path is None:
-            continue
+    checks = [(files.check, path) for path in paths] + [(files.check_replaceable, replaced)]
+    for check, path in checks:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if path is not None:
+                check(path)
         except OSError as error:
             raise ValueError(f"{path} cannot be written: {error.strerror}") from error
-        if path.is_dir() or not os.access(path.parent, os.W_OK):
-            raise ValueError(f"{path} cannot be written: it is a folder, or its folder is not open for writing")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from loss_bench import __version__, accuracy, cases, compiling, report
+from loss_bench import __version__, accuracy, cases, compiling, files, report
 from loss_bench.accuracy import KINDS, Accuracy, AccuracyTask, new_accuracy
 from loss_bench.calls import check_installed, find_backends
 from loss_bench.cases import Options
@@ -67,7 +67,6 @@ from loss_bench.terminal import (
     mistake,
     run_all,
     show_progress,
-    write,
 )
 from loss_bench.tokens import encode, read_text
 from loss_bench.train import SIZES, Curve, TrainTask, check_length, compare_curves, failed_curve
@@ -437,7 +436,7 @@ def train(
     """
     try:
         where = choose_device(device)
-        check_writable(json_file, markdown, save_logits)
+        check_writable(json_file, markdown, replaced=save_logits)
         found = chosen_backends(cases.words(backend), where)
         chosen = _train_size(where, size, steps=steps, batch=batch, context=context, dtype=dtype, vocabulary=vocabulary)
         # Here too, so that mistakes are named before anything runs; an encoding is learnt once.
@@ -470,8 +469,9 @@ def train(
 
 @app.command("report")
 def report_command(
-    files: Annotated[
-        list[Path], typer.Argument(help="JSON files of run, accuracy or train.", exists=True, dir_okay=False)
+    results: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILES", help="JSON files of run, accuracy or train.", exists=True, dir_okay=False),
     ],
     markdown: MarkdownOption = None,
     csv: Annotated[Path | None, typer.Option("--csv", help="Write the rows as CSV.")] = None,
@@ -509,16 +509,16 @@ def report_command(
         pass_ = pass_ or "forward+backward"
         check_choice("pass", pass_, cases.PASSES)
         check_writable(markdown, csv, html, json_file, summary, plots and plots / "plot.svg")
-        found = merge([read_report(path) for path in files])
+        found = merge([read_report(path) for path in results])
         if summary is not None:
-            write(summary, report.summary_markdown(found, pass_, cases.words(backends)))
+            files.write(summary, report.summary_markdown(found, pass_, cases.words(backends)))
     except ValueError as error:
         raise mistake(error) from error
     if not quiet:
         report.print_report(found, make_console())
     for path, text in ((markdown, report.to_markdown), (csv, report.to_csv)):
         if path is not None:
-            write(path, text(found))
+            files.write(path, text(found))
     if html is not None or plots is not None:
         _draw(found, html, plots)
     if json_file is not None:
@@ -531,7 +531,7 @@ def _draw(found: Report, html: Path | None, plots: Path | None) -> None:
 
     try:
         if html is not None:
-            write(html, to_html(found))
+            files.write(html, to_html(found))
         if plots is not None:
             write_plots(found, plots)
     except ModuleNotFoundError as error:

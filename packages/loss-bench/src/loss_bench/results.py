@@ -40,6 +40,7 @@ from typing import Any
 
 import torch
 
+from loss_bench import files
 from loss_bench.calls import installed_version
 from loss_bench.cases import LINEAR, Case, written_shape
 
@@ -227,10 +228,7 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Write the report as JSON, whole or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(path.name + ".part")
-        unfinished.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(unfinished, path)
+        files.write(path, json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
 
 
 def _published(run: Mapping[str, Any]) -> dict[str, Any]:

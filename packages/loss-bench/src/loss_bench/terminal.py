@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from loss_bench import report
+from loss_bench import files, report
 from loss_bench.processes import AnyTask, Done, Result, Work, run_here, run_tasks
 from loss_bench.results import Report
 
@@ -42,12 +42,6 @@ def mistake(message: object) -> typer.Exit:
 def command_line() -> list[str]:
     """The words of the command."""
     return ["loss-bench", *sys.argv[1:]]
-
-
-def write(path: Path, text: str) -> None:
-    """Write a text file, and its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -117,7 +111,7 @@ def deliver(found: Report, json_file: Path | None, markdown: Path | None, *, int
     if json_file is not None:
         found.write(json_file)
     if markdown is not None:
-        write(markdown, report.to_markdown(found))
+        files.write(markdown, report.to_markdown(found))
     report.print_report(found, make_console())
     if interrupted:
         raise typer.Exit(INTERRUPTED)

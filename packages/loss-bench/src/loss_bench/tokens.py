@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -56,10 +56,14 @@ def encode(text: bytes, vocabulary: int) -> Tensor:
     if not kept.exists():
         words = text.decode("utf-8", errors="replace")
         tokens = torch.tensor(_learn(words, vocabulary).encode(words).ids, dtype=torch.int32)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = kept.with_name(f"{kept.name}.{os.getpid()}")
-        save_file({"tokens": tokens}, unfinished)
-        os.replace(unfinished, kept)
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = kept.with_name(f"{kept.name}.{os.getpid()}")
+            unfinished.write_bytes(save({"tokens": tokens}))
+            os.replace(unfinished, kept)
+        except OSError:
+            # A folder that cannot be written costs the next run the time that this one took.
+            return tokens
     return load_file(kept)["tokens"]
 
 

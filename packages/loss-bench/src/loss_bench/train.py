@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
+from loss_bench import files
 from loss_bench.calls import Call, make_call
 from loss_bench.cases import DTYPES, Case
 from loss_bench.measure import seconds_between, stamp, synchronize
@@ -135,7 +136,7 @@ def train(task: TrainTask, device: torch.device, tell: Tell) -> Curve:
     data = _data(task.text, task.size, device, task.seed)
     curve = train_one(task.backend, data, task.size, device, task.seed, saved, tell)
     if task.save is not None and not task.save.exists():
-        save_file(saved, task.save)
+        files.write(task.save, save(saved))
     return curve
 
 

@@ -28,7 +28,7 @@ form, autograd, ``torch.compile``, device guard; the backend allocates its small
                           grad, stats) -> CrossEntropyForward
     cross_entropy_backward(grad_loss, logits, target, weight, lse, denominator, options, *,
                            grad, skip_if_one) -> None
-    cross_entropy_rescale(grad_loss, grad) -> None                  (optional)
+    cross_entropy_rescale_live(grad_loss, grad, target, ignore_index) -> None  (optional)
     cross_entropy_prepare(device, dtype, target_dtype, rows, classes, stride, offset, options, *,
                           gradient) -> PreparedCrossEntropy | None  (optional)
 
@@ -83,8 +83,11 @@ the whole lse, and a denominator or none, and leaves the target's part of the gr
 A target outside [0, total_classes) gives NaN in every shard. Weights, smoothing and statistics do not go with this,
 nor does z_loss with the forward: ``refuse_shard`` says so. A backend may refuse shards altogether.
 
-``cross_entropy_rescale`` multiplies ``grad`` (rows, classes) in place by the one-element ``grad_loss``, leaving at
-once, on the device, if it is 1. It serves ``inplace=True``, where the logits are gone; without it loss-core uses torch.
+``cross_entropy_rescale_live`` multiplies the rows of ``grad`` (rows, classes) that are not ignored, in place, by the
+one-element ``grad_loss``, leaving at once, on the device, if it is 1. Ignored rows, which hold zeros, keep them also
+where ``grad_loss`` is infinite or NaN. It serves ``inplace=True``, where the logits are gone; without it loss-core uses
+torch. Its older form ``cross_entropy_rescale(grad_loss, grad)``, which is not told the targets, is called where a
+backend has that alone.
 
 ``cross_entropy_prepare`` is for the call that a training loop makes again and again: the loss of ``"mean"`` or
 ``"sum"``, with its gradient or without, from logits and targets alone. It gets what such calls have in common -- rows

@@ -3,7 +3,7 @@
 The way of a call: ``cross_entropy`` -> ``_compute`` (validation, canonical operands, choice of the backend) ->
 ``_run_on`` -> ``_CrossEntropy`` (autograd; skipped where no gradient is wanted) -> the backend's
 ``cross_entropy_forward``. Under ``torch.compile`` the rest is one opaque op, which makes the same choice when the graph
-runs.
+runs: ``cross_entropy_compiled``. What the arguments may be is in ``cross_entropy_arguments``.
 
 The usual call of a training loop, logits and targets, goes a shorter way: ``cross_entropy`` -> ``_usual`` (all that
 does not depend on values, looked up) -> ``_UsualCrossEntropy``, where a gradient is wanted -> the functions that the
@@ -14,8 +14,7 @@ backend prepared. Few functions lie on it, for in a training step the caches are
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from math import inf, prod
-from numbers import Integral, Real
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -23,25 +22,34 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from loss_core import registry
-from loss_core.backend import REDUCTIONS, CrossEntropyForward, CrossEntropyOptions, UnsupportedInput
+from loss_core.backend import CrossEntropyForward, CrossEntropyOptions, UnsupportedInput
 from loss_core.canonical import (
-    class_dim,
     contiguous_strides,
     from_rows,
     is_current,
     may_be_overwritten,
     on_device_of,
     row_stride,
-    sent_to,
     several_devices,
     share_memory,
     to_rows,
 )
+from loss_core.cross_entropy_arguments import (
+    Facts,
+    check_range,
+    checked_byte_lengths,
+    checked_num_items,
+    checked_weight,
+    facts_met,
+    facts_of,
+    is_ignored,
+    no_tensor,
+)
+from loss_core.cross_entropy_compiled import compiled, in_shape
 from loss_core.derivative import first_derivative_only, refuse_tangent
-from loss_core.dtypes import FLOATING, INTEGRAL, accumulation_dtype, kind, names
 from loss_core.environment import VALIDATE, has, is_on
 from loss_core.memory import allocator
-from loss_core.reference.cross_entropy import cross_entropy_probabilities
+from loss_core.reference.cross_entropy import cross_entropy_probabilities, cross_entropy_rescale_live
 from loss_core.registry import Backend
 
 
@@ -62,18 +70,6 @@ class CrossEntropyStats(NamedTuple):
     lse: Tensor
     prediction: Tensor
     correct: Tensor
-
-
-class _Facts(NamedTuple):
-    """What dtypes, shapes and options say before any tensor is looked at."""
-
-    options: CrossEntropyOptions
-    dim: int  # the class dimension, from 0 on
-    classes: int
-    shape: torch.Size  # of the target
-    probabilities: bool
-    looked_at: bool  # whether targets out of range raise, rather than give NaN
-    in_rows: bool  # whether the input has the canonical form, but for its strides
 
 
 def cross_entropy(
@@ -173,7 +169,7 @@ def cross_entropy(
         )  # fmt: skip
         if usual is not None and (usual.one_device or is_current(input.device)):
             if usual.looked_at or (has(VALIDATE) and is_on("LOSS_VALIDATE")):
-                _check_range(target.reshape(-1), usual.shape[-1], usual.options.ignore_index, target.shape)
+                check_range(target.reshape(-1), usual.shape[-1], usual.options.ignore_index, target.shape)
             return _apply_usual(input, (target, usual)) if gradient else usual.forward(input, target, None)[0]
     return _compute(
         input, target, weight, byte_lengths, num_items, inplace, backend, False,
@@ -227,9 +223,6 @@ def cross_entropy_with_stats(
     )
 
 
-# Validation
-
-
 def _compute(
     input: Tensor,
     target: Tensor,
@@ -243,19 +236,19 @@ def _compute(
 ) -> Any:
     """The loss; with `stats` all of ``CrossEntropyForward``, lse and statistics in rows."""
     if not (isinstance(input, Tensor) and isinstance(target, Tensor)):
-        raise _no_tensor(input, target)
+        raise no_tensor(input, target)
     # The compiler traces the check itself; a loop meets the same few shapes and options again and again. Where not
     # Dynamo but torch.export traces, tensors are not plain.
     compiling = torch.compiler.is_dynamo_compiling() or (type(input) is not Tensor and torch.compiler.is_compiling())
-    facts = (_facts if compiling else _facts_met)(
+    facts = (facts_of if compiling else facts_met)(
         input.dtype, input.shape, input.device, target.dtype, target.shape, target.device, *of_facts
     )
     if weight is not None:
-        weight = _weight(weight, input, facts.classes)
+        weight = checked_weight(weight, input, facts.classes)
     if byte_lengths is not None or facts.options.reduction == "byte_mean":
-        byte_lengths = _byte_lengths(byte_lengths, input, facts)
+        byte_lengths = checked_byte_lengths(byte_lengths, input, facts)
     if num_items is not None:
-        num_items = _num_items(num_items, input, facts.options.reduction)
+        num_items = checked_num_items(num_items, input, facts.options.reduction)
     if facts.probabilities:
         if stats:
             raise UnsupportedInput("cross_entropy_with_stats takes class indices, got a floating-point target")
@@ -263,9 +256,9 @@ def _compute(
     if target.dim() != 1 or target.stride(0) != 1:
         target = target.reshape(-1).contiguous()
     if compiling:
-        return _compiled(input, target, weight, byte_lengths, num_items, facts, backend, stats)
+        return compiled(input, target, weight, byte_lengths, num_items, facts, backend, stats)
     if facts.looked_at or (has(VALIDATE) and is_on("LOSS_VALIDATE")):
-        _check_range(target, facts.classes, facts.options.ignore_index, facts.shape)
+        check_range(target, facts.classes, facts.options.ignore_index, facts.shape)
     run: Any = registry.first_that_can
     if several_devices():
         run = partial(on_device_of, input, run)
@@ -273,165 +266,6 @@ def _compute(
         "cross_entropy", input.device, backend,
         _run_on, input, target, weight, byte_lengths, num_items, facts, inplace, stats,
     )  # fmt: skip
-
-
-def _no_tensor(input: object, target: object) -> TypeError:
-    if not isinstance(input, Tensor):
-        return TypeError(f"input must be a tensor of {names(FLOATING)}, got {kind(input)}")
-    return TypeError(f"target must be a tensor, got {kind(target)}")
-
-
-def _facts(
-    input_dtype: torch.dtype,
-    shape: torch.Size,
-    device: torch.device,
-    target_dtype: torch.dtype,
-    target_shape: torch.Size,
-    target_device: torch.device,
-    dim: int,
-    *of_options: Any,
-) -> _Facts:
-    """Raises where dtypes, shapes, devices or options are not what they may be."""
-    options = _options(*of_options)
-    if input_dtype not in FLOATING:
-        raise TypeError(f"input must be a tensor of {names(FLOATING)}, got {input_dtype}")
-    if len(shape) == 0:
-        raise ValueError("input must have a class dimension, got a scalar")
-    dim = class_dim(shape, dim)
-    classes = shape[dim]
-    if classes == 0:
-        raise ValueError(f"input must have at least one class, got shape {tuple(shape)} with classes in dim {dim}")
-    probabilities = target_dtype.is_floating_point
-    if not probabilities and target_dtype not in INTEGRAL:
-        raise TypeError(
-            f"target must hold class indices ({names(INTEGRAL)}) or floating-point probabilities, got {target_dtype}"
-        )
-    expected = shape if probabilities else shape[:dim] + shape[dim + 1 :]
-    if target_shape != expected:
-        raise ValueError(
-            f"target must have shape {tuple(expected)} for input of shape {tuple(shape)} with classes in dim {dim}, "
-            f"got {tuple(target_shape)}"
-        )
-    if target_device != device:
-        raise ValueError(f"target must be on input's device {device}, got {target_device}")
-    if probabilities and options.ignore_index >= 0:
-        raise ValueError(f"ignore_index is for class indices; with probabilities leave it, got {options.ignore_index}")
-    in_rows = len(shape) == 2 and dim == 1
-    return _Facts(options, dim, classes, expected, probabilities, device.type == "cpu", in_rows)
-
-
-_facts_met = lru_cache(1024)(_facts)
-
-
-def _options(
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-) -> CrossEntropyOptions:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
-    for name, value in (
-        ("ignore_index", ignore_index), ("label_smoothing", label_smoothing), ("z_loss", z_loss),
-        ("softcap", 1.0 if softcap is None else softcap), ("logit_scale", logit_scale),
-    ):  # fmt: skip
-        if not isinstance(value, Integral if name == "ignore_index" else Real):
-            wanted = "an integer" if name == "ignore_index" else "a number"
-            raise TypeError(f"{name} must be {wanted}, got {kind(value)}")
-        if not -inf < value < inf:
-            raise ValueError(f"{name} must be finite, got {value}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    if not z_loss >= 0.0:
-        raise ValueError(f"z_loss must not be negative, got {z_loss}")
-    if softcap is not None and not softcap > 0.0:
-        raise ValueError(f"softcap must be positive or None, got {softcap}")
-    # Of one type each: 0 and 0.0 are one key where options are looked up.
-    return CrossEntropyOptions(
-        int(ignore_index), reduction, float(label_smoothing), float(z_loss),
-        None if softcap is None else float(softcap), float(logit_scale),
-    )  # fmt: skip
-
-
-def _weight(weight: Tensor, input: Tensor, classes: int) -> Tensor:
-    if not isinstance(weight, Tensor) or weight.dtype not in FLOATING:
-        raise TypeError(f"weight must be a floating-point tensor, got {kind(weight)}")
-    if weight.shape != (classes,):
-        raise ValueError(f"weight must have shape ({classes},), one per class, got {tuple(weight.shape)}")
-    if weight.device != input.device:
-        raise ValueError(f"weight must be on input's device {input.device}, got {weight.device}")
-    _without_gradient("weight", weight)
-    return weight.detach().to(accumulation_dtype(input.dtype)).contiguous().resolve_neg()
-
-
-def _without_gradient(name: str, value: Tensor) -> None:
-    if value.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} gets no gradient and must not require one, got requires_grad=True; detach it")
-
-
-def _byte_lengths(byte_lengths: Tensor | None, input: Tensor, facts: _Facts) -> Tensor | None:
-    reduction, shape = facts.options.reduction, facts.shape
-    if (byte_lengths is not None) != (reduction == "byte_mean"):
-        raise ValueError(
-            f"byte_lengths go with reduction='byte_mean' and only with it, got reduction={reduction!r} "
-            f"{'without' if byte_lengths is None else 'with'} byte_lengths"
-        )
-    if byte_lengths is None:
-        return None
-    if facts.probabilities:
-        raise ValueError("reduction='byte_mean' needs class indices, got a floating-point target")
-    if not isinstance(byte_lengths, Tensor) or not _holds_integers(byte_lengths.dtype):
-        raise TypeError(f"byte_lengths must be a tensor of integers, got {kind(byte_lengths)}")
-    if byte_lengths.shape != shape:
-        raise ValueError(f"byte_lengths must have target's shape {tuple(shape)}, got {tuple(byte_lengths.shape)}")
-    if byte_lengths.device != input.device:
-        raise ValueError(f"byte_lengths must be on input's device {input.device}, got {byte_lengths.device}")
-    if byte_lengths.dtype not in (torch.int32, torch.int64):
-        byte_lengths = byte_lengths.to(torch.int64)
-    return byte_lengths.reshape(-1).contiguous()
-
-
-def _holds_integers(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-
-
-def _num_items(num_items: float | Tensor, input: Tensor, reduction: str) -> float | Tensor:
-    if reduction != "mean":
-        raise ValueError(f"num_items is the denominator of reduction='mean', got reduction={reduction!r}")
-    if not isinstance(num_items, Tensor):
-        if not isinstance(num_items, Real):
-            raise TypeError(f"num_items must be a number or a tensor of one element, got {kind(num_items)}")
-        return float(num_items)
-    if num_items.numel() != 1:
-        raise ValueError(f"num_items must have one element, got shape {tuple(num_items.shape)}")
-    _without_gradient("num_items", num_items)
-    num_items = num_items.detach().reshape(1).resolve_neg()
-    if num_items.device.type == "cpu" and not torch.compiler.is_compiling():
-        return float(num_items.item())
-    return sent_to(input.device, num_items, accumulation_dtype(input.dtype))
-
-
-def _check_range(target: Tensor, classes: int, ignore_index: int, shape: torch.Size) -> None:
-    """Raise the IndexError for a target out of range; waits for the device."""
-    if target.device.type == "meta":
-        return
-    # Compared with a uint8, 300 classes would become 44.
-    target = target.long()
-    bad = ((target < 0) | (target >= classes)) & ~_ignored(target, ignore_index)
-    if bad.any():
-        row = int(bad.nonzero()[0])
-        place = tuple(int(i) for i in torch.unravel_index(torch.tensor(row), shape)) if len(shape) > 1 else row
-        raise IndexError(
-            f"target {int(target[row])} in row {place} is outside [0, {classes}) and is not ignore_index "
-            f"({ignore_index})"
-        )
-
-
-def _ignored(target: Tensor, ignore_index: int) -> Tensor:
-    # Compared with a uint8, -100 would become 156; with an int32, 2**32 would become 0.
-    return target.long() == ignore_index
 
 
 class _Usual(NamedTuple):
@@ -443,7 +277,7 @@ class _Usual(NamedTuple):
         shape, strides, offset: of the logits; the latter of their address, modulo 16.
         contiguous: the strides of the gradient.
         dtype: of both.
-        looked_at: as in ``_Facts``.
+        looked_at: as in ``Facts``.
         one_device: whether there is but one, which then is current.
         options: of the loss.
         module: of the backend.
@@ -480,7 +314,7 @@ def _usual(
     *of_facts: Any,
 ) -> _Usual | None:
     """The call if it is one and the backend prepares it. `searches` only tells apart what is kept."""
-    facts = _facts_met(dtype, shape, device, target_dtype, target_shape, target_device, *of_facts)
+    facts = facts_met(dtype, shape, device, target_dtype, target_shape, target_device, *of_facts)
     options = facts.options
     stride = row_stride(shape, strides) if facts.dim == len(shape) - 1 else None
     rows, classes = prod(shape[:-1]), shape[-1]
@@ -514,7 +348,7 @@ def _run_on(
     weight: Tensor | None,
     byte_lengths: Tensor | None,
     num_items: float | Tensor | None,
-    facts: _Facts,
+    facts: Facts,
     inplace: bool,
     stats: bool,
 ) -> Any:
@@ -535,23 +369,14 @@ def _run_on(
             loss, lse, *rest = result
             result = CrossEntropyForward(loss, lse, None, *rest)
     else:
-        if forward_ad._current_level >= 0:
-            refuse_tangent(input, backend.name)
+        refuse_tangent(input, backend.name)
         logits = input if in_rows and input.stride(1) == 1 and not input.is_neg() else to_rows(input, dim)
         result = module.cross_entropy_forward(
             logits, target, weight, byte_lengths, num_items, options, grad=None, stats=stats
         )
         if not stats:
             result = result.loss
-    return result if options.reduction != "none" or len(shape) == 1 else _shaped(result, shape)
-
-
-def _shaped(result: Any, shape: torch.Size) -> Any:
-    """The losses of rows, or with statistics all of a result, in the target's shape."""
-    if isinstance(result, Tensor):
-        return result.view(shape)
-    z_loss = None if result.z_loss is None else result.z_loss.view(shape)
-    return result._replace(loss=result.loss.view(shape), z_loss=z_loss)
+    return result if options.reduction != "none" or len(shape) == 1 else in_shape(result, shape)
 
 
 def _reduced(
@@ -561,7 +386,7 @@ def _reduced(
     weight: Tensor | None,
     byte_lengths: Tensor | None,
     num_items: float | Tensor | None,
-    facts: _Facts,
+    facts: Facts,
     inplace: bool,
     stats: bool,
 ) -> Any:
@@ -594,7 +419,7 @@ def _denominator(
         return None
     if num_items is not None:
         return num_items.squeeze() if isinstance(num_items, Tensor) else num_items
-    live = ~_ignored(target, options.ignore_index)
+    live = ~is_ignored(target, options.ignore_index)
     if byte_lengths is not None:
         return torch.where(live, byte_lengths, 0).sum()
     if weight is None:
@@ -608,7 +433,7 @@ def _probabilities(
     target: Tensor,
     weight: Tensor | None,
     num_items: float | Tensor | None,
-    facts: _Facts,
+    facts: Facts,
     backend: str | None,
 ) -> Tensor:
     options, dim, shape = facts.options, facts.dim, facts.shape
@@ -746,7 +571,7 @@ def _gradient(ctx: Any, grad_loss: Tensor) -> Tensor:
                 "cross_entropy(inplace=True) gave the logits' memory to the gradient in the first backward; "
                 "a second one through the same graph needs inplace=False"
             )
-        _rescale(backend, grad_loss, grad)
+        _rescale(backend, grad_loss, grad, target, options.ignore_index)
         return from_rows(grad, shape, dim)
     logits = saved if rows_saved else to_rows(saved, dim)
     in_forward = grad is not None
@@ -762,163 +587,10 @@ def _gradient(ctx: Any, grad_loss: Tensor) -> Tensor:
     return from_rows(grad, shape, dim)
 
 
-def _rescale(backend: Any, grad_loss: Tensor, grad: Tensor) -> None:
-    rescale = getattr(backend, "cross_entropy_rescale", None)
-    if rescale is not None:
-        rescale(grad_loss, grad)
+def _rescale(backend: Any, grad_loss: Tensor, grad: Tensor, target: Tensor, ignore_index: int) -> None:
+    if hasattr(backend, "cross_entropy_rescale_live"):
+        backend.cross_entropy_rescale_live(grad_loss, grad, target, ignore_index)
+    elif hasattr(backend, "cross_entropy_rescale"):
+        backend.cross_entropy_rescale(grad_loss, grad)
     else:
-        grad.mul_(grad_loss)
-
-
-# torch.compile: opaque ops, so that neither the choice of the backend nor its kernels are traced. The gradient is
-# computed in the backward, where the compiler can place its memory; an op may not hand a buffer through.
-
-
-def _compiled(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    byte_lengths: Tensor | None,
-    num_items: float | Tensor | None,
-    facts: _Facts,
-    backend: str | None,
-    stats: bool,
-) -> Any:
-    options, dim, shape = facts.options, facts.dim, facts.shape
-    if isinstance(num_items, float):
-        num_items = torch.full((1,), num_items, dtype=accumulation_dtype(input.dtype), device=input.device)
-    # A shard of the vocabulary, the last two options, is no matter of this API.
-    loss, lse, denominator, *rest = _forward_op(
-        input, target, weight, byte_lengths, num_items, *options[:-2], dim, stats, backend
-    )
-    # Without statistics their places are empty tensors.
-    result = CrossEntropyForward(loss, lse, denominator, *rest) if stats else loss
-    return result if options.reduction != "none" or len(shape) == 1 else _shaped(result, shape)
-
-
-@torch.library.custom_op("loss_core::cross_entropy", mutates_args=())
-def _forward_op(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    byte_lengths: Tensor | None,
-    num_items: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    dim: int,
-    stats: bool,
-    backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    options = CrossEntropyOptions(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
-    if input.device.type == "cpu" or is_on("LOSS_VALIDATE"):
-        _check_range(target, input.shape[dim], ignore_index, target.shape)
-
-    def forward(module: Any) -> CrossEntropyForward:
-        return module.cross_entropy_forward(
-            to_rows(input, dim), target, weight, byte_lengths, num_items, options, grad=None, stats=stats
-        )
-
-    result = _first_that_can(forward, input, reduction, backend)
-    if num_items is not None:
-        # An op may not return its argument, which is the denominator.
-        result = result._replace(denominator=num_items.clone())
-    return tuple(map(_or_empty, result))  # type: ignore[return-value]
-
-
-def _or_empty(tensor: Tensor | None) -> Tensor:
-    return torch.empty(0) if tensor is None else tensor
-
-
-@_forward_op.register_fake
-def _(  # type: ignore[no-untyped-def]
-    input, target, weight, byte_lengths, num_items, ignore_index, reduction, label_smoothing, z_loss, softcap,
-    logit_scale, dim, stats, backend,
-):  # fmt: skip
-    dtype = accumulation_dtype(input.dtype)
-    rows = target.shape[0]
-    loss = input.new_empty((rows,) if reduction == "none" else (), dtype=dtype)
-    denominator = input.new_empty(1, dtype=dtype) if reduction in ("mean", "byte_mean") else torch.empty(0)
-    if not stats:
-        return loss, input.new_empty(rows, dtype=dtype), denominator, *(torch.empty(0) for _ in range(3))
-    return (
-        loss,
-        input.new_empty(rows, dtype=dtype),
-        denominator,
-        torch.empty_like(loss),
-        input.new_empty(rows, dtype=torch.int64),
-        input.new_empty(rows, dtype=torch.bool),
-    )
-
-
-@torch.library.custom_op("loss_core::cross_entropy_backward", mutates_args=())
-def _backward_op(
-    grad_loss: Tensor,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    lse: Tensor,
-    denominator: Tensor,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    dim: int,
-    backend: str | None,
-) -> Tensor:
-    options = CrossEntropyOptions(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
-    grad_loss = grad_loss.resolve_neg()
-    logits = to_rows(input, dim)
-    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-
-    def backward(module: Any) -> None:
-        module.cross_entropy_backward(
-            grad_loss, logits, target, weight, lse, denominator if denominator.numel() else None, options,
-            grad=grad, skip_if_one=False,
-        )  # fmt: skip
-
-    _first_that_can(backward, input, reduction, backend)
-    return from_rows(grad, input.shape, dim)
-
-
-@_backward_op.register_fake
-def _(grad_loss, input, target, *_):  # type: ignore[no-untyped-def]
-    dim = _[-2]
-    shape = input.shape
-    rows = input.new_empty((target.shape[0], shape[dim]))
-    return from_rows(rows, shape, dim)
-
-
-def _first_that_can(call: Any, input: Tensor, reduction: str, backend: str | None) -> Any:
-    """`call` with the module of the first candidate whose kernels do not refuse it."""
-
-    def kernels(choice: Backend) -> Any:
-        if not hasattr(choice.module, "cross_entropy_forward"):
-            raise UnsupportedInput(registry.OWN_AUTOGRAD)
-        if reduction not in choice.reductions:
-            raise UnsupportedInput(f"knows the reductions {', '.join(choice.reductions)}, got {reduction!r}")
-        return on_device_of(input, call, choice.module)
-
-    return registry.first_that_can("cross_entropy", input.device, backend, kernels, compiled=True)
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    input, target, weight, _, _, *options, dim, stats, backend = inputs
-    _, lse, denominator, z_loss, prediction, correct = output
-    ctx.save_for_backward(input, target, weight, lse, denominator)
-    ctx.rest = (*options, dim, backend)
-    ctx.mark_non_differentiable(lse, denominator, z_loss, prediction, correct)
-
-
-def _compiled_backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    input, target, weight, lse, denominator = ctx.saved_tensors
-    grad = _backward_op(grad_loss, input, target, weight, lse, denominator, *ctx.rest)
-    return (grad, *(None,) * 13)
-
-
-_forward_op.register_autograd(_compiled_backward, setup_context=_save_for_backward)
+        cross_entropy_rescale_live(grad_loss, grad, target, ignore_index)

@@ -38,7 +38,8 @@ def first_derivative_only(grad: Tensor, op: str, *depends_on: Tensor | None) -> 
 def refuse_tangent(input: Tensor, backend: str) -> None:
     """Raise UnsupportedInput if `input` carries a tangent and `backend` has kernels, which would drop it.
 
-    To be called inside a ``forward_ad.dual_level`` alone. The reference's tangents are those of PyTorch's ops.
+    The reference's tangents are those of PyTorch's ops.
     """
-    if backend != "torch" and forward_ad.unpack_dual(input).tangent is not None:
+    # Outside a dual_level nothing carries one.
+    if forward_ad._current_level >= 0 and backend != "torch" and forward_ad.unpack_dual(input).tangent is not None:
         raise UnsupportedInput(f"backend {backend!r} has no forward-mode derivative")

@@ -231,8 +231,7 @@ def _first_that_can(
 ) -> Tensor:
     def run(choice: Backend) -> Tensor:
         if hasattr(choice.module, f"{op}_forward"):
-            if forward_ad._current_level >= 0:
-                refuse_tangent(input, choice.name)
+            refuse_tangent(input, choice.name)
             return _kernels(op, input, dim, dtype, choice.module, columns)
         # Widened before, not after: its result is rounded to the dtype that it was given.
         widened = to_rows(input, dim).to(torch.promote_types(input.dtype, dtype))

@@ -20,7 +20,7 @@ from loss_triton.cross_entropy import (
     cross_entropy_backward,
     cross_entropy_forward,
     cross_entropy_prepare,
-    cross_entropy_rescale,
+    cross_entropy_rescale_live,
 )
 from loss_triton.softmax import (
     log_softmax_backward,
@@ -51,7 +51,7 @@ __all__ = [
     "cross_entropy_backward",
     "cross_entropy_forward",
     "cross_entropy_prepare",
-    "cross_entropy_rescale",
+    "cross_entropy_rescale_live",
     "log_softmax_backward",
     "log_softmax_columns_backward",
     "log_softmax_columns_forward",

@@ -24,7 +24,7 @@ from torch import Tensor
 from loss_triton.cross_entropy_options import (
     cross_entropy_bwd_kernel,
     cross_entropy_options_fwd_kernel,
-    cross_entropy_rescale_kernel,
+    cross_entropy_rescale_live_kernel,
     numbers_of,
 )
 from loss_triton.denominator import (
@@ -627,7 +627,7 @@ def _backward_plan(
     return prepared(cross_entropy_bwd_kernel, key, constants, lanes), few_programs(device), numbers_of(options, classes)
 
 
-def cross_entropy_rescale(grad_loss: Tensor, grad: Tensor) -> None:
+def cross_entropy_rescale_live(grad_loss: Tensor, grad: Tensor, target: Tensor, ignore_index: int) -> None:
     """See ``loss_core.backend``. One launch."""
     refuse_float64(grad.dtype)
     rows, classes = grad.shape
@@ -635,6 +635,7 @@ def cross_entropy_rescale(grad_loss: Tensor, grad: Tensor) -> None:
         return
     vector, edges = alignment(grad.element_size(), classes, grad.data_ptr(), grad.stride(0))
     lanes, block = backward_schedule(classes, vector)
-    key = grad.device.index, grad.dtype, grad_loss.dtype
-    launch = prepared(cross_entropy_rescale_kernel, key, (vector, edges, lanes, block), lanes)
-    launch(min(rows, few_programs(grad.device)), (grad_loss, grad), rows, classes, grad.stride(0))
+    key = grad.device.index, grad.dtype, grad_loss.dtype, target.dtype
+    launch = prepared(cross_entropy_rescale_live_kernel, key, (vector, edges, lanes, block), lanes)
+    programs = min(rows, few_programs(grad.device))
+    launch(programs, (grad_loss, grad, target), rows, classes, grad.stride(0), ignore_index)

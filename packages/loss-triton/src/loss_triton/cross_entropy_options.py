@@ -347,29 +347,31 @@ def cross_entropy_bwd_kernel(
 
 
 @kernel
-def cross_entropy_rescale_kernel(
-    grad_loss_ptr, grad_ptr, rows, classes, grad_stride: tl.int64,
+def cross_entropy_rescale_live_kernel(
+    grad_loss_ptr, grad_ptr, target_ptr, rows, classes, grad_stride: tl.int64, ignore_index: tl.int64,
     VECTOR: tl.constexpr, EDGES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grad *= grad_loss, unless that is 1. One program takes every num_programs-th row.
+    """grad *= grad_loss in rows that are not ignored, unless that is 1. One program takes every num_programs-th row.
 
-    grad_loss_ptr: one element, float. grad_ptr: (rows, classes), float.
+    grad_loss_ptr: one element, float. grad_ptr: (rows, classes), float. target_ptr: (rows,), int32, int64 or uint8.
     """
     grad_loss = tl.load(grad_loss_ptr).to(tl.float32)
     if grad_loss == 1.0:
         return
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        row_ptr = grad_ptr + tl.cast(row, tl.int64) * grad_stride
-        head, body = body_of(row_ptr, classes, VECTOR, EDGES)
-        for start in range(0, body, BLOCK):
-            columns = block_columns(start, BLOCK, LANES * VECTOR)
-            pointers = vectors(row_ptr + head, columns, VECTOR)
-            grad = tl.load(pointers, mask=columns < body).to(tl.float32) * grad_loss
-            tl.store(pointers, grad.to(grad_ptr.dtype.element_ty), mask=columns < body)
-        if EDGES:
-            edges, in_edge = edge_columns(head, body, classes, VECTOR)
-            edge_grad = tl.load(row_ptr + edges, mask=in_edge).to(tl.float32) * grad_loss
-            tl.store(row_ptr + edges, edge_grad.to(grad_ptr.dtype.element_ty), mask=in_edge)
+        # The zeros of an ignored row would become NaN if grad_loss is not finite.
+        if tl.load(target_ptr + row).to(tl.int64) != ignore_index:
+            row_ptr = grad_ptr + tl.cast(row, tl.int64) * grad_stride
+            head, body = body_of(row_ptr, classes, VECTOR, EDGES)
+            for start in range(0, body, BLOCK):
+                columns = block_columns(start, BLOCK, LANES * VECTOR)
+                pointers = vectors(row_ptr + head, columns, VECTOR)
+                grad = tl.load(pointers, mask=columns < body).to(tl.float32) * grad_loss
+                tl.store(pointers, grad.to(grad_ptr.dtype.element_ty), mask=columns < body)
+            if EDGES:
+                edges, in_edge = edge_columns(head, body, classes, VECTOR)
+                edge_grad = tl.load(row_ptr + edges, mask=in_edge).to(tl.float32) * grad_loss
+                tl.store(row_ptr + edges, edge_grad.to(grad_ptr.dtype.element_ty), mask=in_edge)
 
 
 @functools.lru_cache(4096)

@@ -13,6 +13,7 @@ from loss_core.reference.cross_entropy import (
     cross_entropy_backward,
     cross_entropy_forward,
     cross_entropy_probabilities,
+    cross_entropy_rescale_live,
 )
 from loss_core.reference.softmax import (
     log_softmax_backward,
@@ -31,6 +32,7 @@ __all__ = [
     "cross_entropy_backward",
     "cross_entropy_forward",
     "cross_entropy_probabilities",
+    "cross_entropy_rescale_live",
     "log_softmax_backward",
     "log_softmax_forward",
     "softmax_backward",

@@ -88,6 +88,15 @@ def cross_entropy_backward(
         grad[rows] = _row_gradient(x, lse[rows], piece, weight, options, factor[rows])
 
 
+def cross_entropy_rescale_live(grad_loss: Tensor, grad: Tensor, target: Tensor, ignore_index: int) -> None:
+    """See ``loss_core.backend``. Never leaves at once: torch cannot look at a value on the device and leave."""
+    factor = grad_loss.reshape(())
+    # What a CPU holds may be looked at, and a factor of each row takes it longer than one of all.
+    if factor.device.type != "cpu" or not factor.isfinite():
+        factor = torch.where(target.to(torch.int64) == ignore_index, 1, factor).unsqueeze(-1)
+    grad.mul_(factor)
+
+
 def cross_entropy_probabilities(
     logits: Tensor,
     target: Tensor,

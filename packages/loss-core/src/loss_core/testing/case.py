@@ -51,7 +51,8 @@ class Case:
         shift_labels: for causal_lm_loss, whether the labels are given shifted.
         result_dtype: ``dtype=`` of softmax and log_softmax.
         upstream: the gradient of the result: ``"random"``, ``"one"`` (a scalar loss that is not scaled), ``"large"``
-            (a loss scale) or ``"expanded"`` (the stride-0 gradient that ``.sum()`` sends).
+            (a loss scale), ``"expanded"`` (the stride-0 gradient that ``.sum()`` sends) or ``"nan"`` (a diverged
+            loss).
         grad: whether a gradient is asked for.
         stats: whether ``cross_entropy_with_stats`` is called.
         inplace: as in ``loss_core.cross_entropy``.
@@ -147,6 +148,8 @@ def _cross_entropy(base: Case) -> Iterator[Case]:
         yield replace(plain, twice=True)
         yield replace(plain, inplace=True)
         yield replace(plain, inplace=True, upstream="expanded" if reduction == "none" else "one")
+        yield replace(plain, upstream="nan")
+        yield replace(plain, upstream="nan", inplace=True)
         yield replace(plain, ignored="no")
         yield replace(plain, ignored="all")
         yield replace(plain, stats=True)

@@ -79,6 +79,8 @@ def upstream(case: Case, result: Tensor) -> Tensor:
     """The gradient that reaches `result` from above."""
     if case.upstream == "one":
         return torch.ones_like(result)
+    if case.upstream == "nan":
+        return torch.full_like(result, torch.nan)
     generator = torch.Generator().manual_seed(zlib.crc32(b"upstream" + str(result.shape).encode()))
     if case.upstream == "expanded":
         scalar = torch.randn((), generator=generator) + 2
