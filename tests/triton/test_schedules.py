@@ -22,7 +22,7 @@ def of_width(choose, classes, size, vector):
 def test_blocks_end_within_the_row(choose, size, vector):
     """The blocks before the held part are read and written without a mask."""
     for classes in WIDTHS:
-        lanes, block, hold, _ = of_width(choose, classes, size, vector)
+        lanes, block, hold = of_width(choose, classes, size, vector)
         blocks = max(0, -(-(classes - hold) // block))
         assert blocks * block <= classes <= blocks * block + hold, (classes, block, hold)
         assert lanes in (32, 64, 128, 256, 512, 1024)

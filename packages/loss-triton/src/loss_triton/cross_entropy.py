@@ -46,14 +46,11 @@ from loss_triton.rows import (
     LOG2_E,
     block_columns,
     body_of,
-    draw_row,
     edge_columns,
-    end_of_row,
     finite_or_zero,
     lane_max,
     lane_sum,
     online_sum,
-    row_drawn,
     row_is_known,
     sum_of_rows,
     vectors,
@@ -67,7 +64,6 @@ from loss_triton.schedules import (
     forward_schedule,
     gradient_schedule,
     options_schedule,
-    processors,
 )
 
 
@@ -236,100 +232,6 @@ def cross_entropy_fwd_grad_kernel(
             tl.store(denominator_ptr + denominator_at, denominator)
 
 
-@kernel
-def cross_entropy_fwd_grad_drawn_kernel(
-    logits_ptr, target_ptr, counters_ptr, of_row_ptr, denominator_ptr, row_loss_ptr, lse_ptr, grad_ptr, loss_ptr,
-    rows, classes, logits_stride: tl.int64, grad_stride: tl.int64, denominator_at, row_loss_at,
-    ignore_index: tl.int64, logit_scale: tl.float32, number: tl.float32,
-    KIND: tl.constexpr, PATIENCE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
-    LANES: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
-):  # fmt: skip
-    """The same, by as many programs as run at a time: each draws one row after the other.
-
-    It asks for the end of the next row before it writes the gradient of this one's blocks, so that memory has something
-    to do while a row begins and ends. The last program adds the losses up. Arguments as in the kernel above.
-    """
-    row_loss_ptr += row_loss_at
-    log2_scale = logit_scale * LOG2_E
-    row = tl.program_id(0)
-    target = tl.load(target_ptr + row).to(tl.int64)
-    held = end_of_row(logits_ptr, row, rows, classes, logits_stride, VECTOR, EDGES, LANES, BLOCK, HOLD)
-    words = start_counting(counters_ptr, target_ptr, rows, ignore_index, KIND, LANES)
-    denominator = denominator_of_gradient(
-        words, counters_ptr, target_ptr, of_row_ptr, number, rows, ignore_index, KIND, PATIENCE, LANES
-    )
-    while row < rows:
-        drawn = draw_row(counters_ptr, LANES)
-        row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
-        grad_row_ptr = grad_ptr + tl.cast(row, tl.int64) * grad_stride
-        head, body = body_of(row_ptr, classes, VECTOR, EDGES)
-        blocks = tl.cdiv(tl.maximum(body - HOLD, 0), BLOCK)
-        held_columns = block_columns(blocks * BLOCK, HOLD, LANES * VECTOR)
-        in_held = held_columns < body
-        loss = 0.0
-        lse = 0.0
-        peak = 0.0
-        total = 1.0
-        x_target = 0.0
-        live = target != ignore_index
-        valid = (target >= 0) & (target < classes)
-        if EDGES:
-            edges, in_edge = edge_columns(head, body, classes, VECTOR)
-            x_edge = tl.load(row_ptr + edges, mask=in_edge, other=float("-inf")).to(tl.float32)
-        if live:
-            x_target = tl.load(row_ptr + target, mask=valid, other=float("nan")).to(tl.float32)
-            peaks = tl.full((LANES,), float("-inf"), tl.float32)
-            totals = tl.zeros((LANES,), tl.float32)
-            for block in range(blocks):
-                columns = block_columns(block * BLOCK, BLOCK, LANES * VECTOR)
-                x = tl.load(vectors(row_ptr + head, columns, VECTOR), eviction_policy="evict_last").to(tl.float32)
-                peaks, totals = online_sum(x, peaks, totals, log2_scale, LANES, VECTOR)
-            x_held = held.to(tl.float32)
-            peak = tl.max(tl.maximum(peaks, lane_max(x_held, LANES)), 0)
-            if EDGES:
-                peak = tl.maximum(peak, tl.max(tl.max(x_edge, 1), 0))
-            peak = finite_or_zero(peak)
-            total = tl.sum(
-                totals * tl.exp2((peaks - peak) * log2_scale)
-                + lane_sum(tl.exp2((x_held - peak) * log2_scale), LANES), 0
-            )  # fmt: skip
-            if EDGES:
-                total += tl.sum(tl.sum(tl.exp2((x_edge - peak) * log2_scale), 1), 0)
-            lse = peak * logit_scale + tl.log(total)
-            loss = tl.log(total) - (x_target - peak) * logit_scale
-        tl.store(row_loss_ptr + row, loss)
-        tl.store(lse_ptr + row, lse)
-        row_is_known(counters_ptr, live)
-        row = row_drawn(drawn)
-        coming_target = tl.load(target_ptr + row, mask=row < rows, other=0).to(tl.int64)
-        of_target = logit_scale / denominator
-        of_softmax = tl.where(valid, of_target / total, float("nan"))
-        if live:
-            held_grad = (tl.exp2((held.to(tl.float32) - peak) * log2_scale) * of_softmax).to(grad_ptr.dtype.element_ty)
-            tl.store(vectors(grad_row_ptr + head, held_columns, VECTOR), held_grad, mask=in_held, cache_modifier=".cs")
-        held = end_of_row(logits_ptr, row, rows, classes, logits_stride, VECTOR, EDGES, LANES, BLOCK, HOLD)
-        if live:
-            for block in range(blocks):
-                columns = block_columns((blocks - 1 - block) * BLOCK, BLOCK, LANES * VECTOR)
-                x = tl.load(vectors(row_ptr + head, columns, VECTOR), eviction_policy="evict_first").to(tl.float32)
-                grad = (tl.exp2((x - peak) * log2_scale) * of_softmax).to(grad_ptr.dtype.element_ty)
-                tl.store(vectors(grad_row_ptr + head, columns, VECTOR), grad, cache_modifier=".cs")
-            if EDGES:
-                edge_grad = (tl.exp2((x_edge - peak) * log2_scale) * of_softmax).to(grad_ptr.dtype.element_ty)
-                tl.store(grad_row_ptr + edges, edge_grad, mask=in_edge)
-            tl.debug_barrier()
-            target_grad = tl.exp2((x_target - peak) * log2_scale) * of_softmax - of_target
-            tl.store(grad_row_ptr + target, target_grad.to(grad_ptr.dtype.element_ty), mask=valid)
-        else:
-            zero_row(grad_row_ptr, classes, head, body, VECTOR, EDGES, LANES, BLOCK)
-        target = coming_target
-    if tl.program_id(0) == tl.num_programs(0) - 1:
-        wait_for_rows(counters_ptr, rows)
-        tl.store(loss_ptr, sum_of_rows(row_loss_ptr, rows, LANES) / denominator)
-        if denominator_ptr is not None:
-            tl.store(denominator_ptr + denominator_at, denominator)
-
-
 class _Plan(NamedTuple):
     """What a forward's dtypes, options and alignment say.
 
@@ -337,13 +239,11 @@ class _Plan(NamedTuple):
         launch: of the kernel.
         plain: whether that is one of the kernels above.
         denominator: of the reduction.
-        most_programs: programs of the kernel; 0 for one a row.
     """
 
     launch: Launch
     plain: bool
     denominator: Denominator
-    most_programs: int
 
 
 def cross_entropy_forward(
@@ -361,7 +261,7 @@ def cross_entropy_forward(
     rows, classes = logits.shape
     device, stride = logits.device, logits.stride(0)
     grad_place, grad_stride = (None, 0) if grad is None else (grad.data_ptr() % 16, grad.stride(0))
-    launch, plain, denominator, most_programs = _plan(
+    launch, plain, denominator = _plan(
         device, logits.dtype, target.dtype, classes, rows.bit_length(), options, stats, weight is not None,
         None if byte_lengths is None else byte_lengths.dtype, type(num_items),
         logits.data_ptr() % 16, stride, grad_place, grad_stride,
@@ -388,8 +288,7 @@ def cross_entropy_forward(
         )  # fmt: skip
     else:
         launch(
-            min(rows, most_programs) if most_programs else rows,
-            (logits, target, counters, of_row, stored, row_loss, lse, grad, loss),
+            rows, (logits, target, counters, of_row, stored, row_loss, lse, grad, loss),
             rows, classes, stride, grad_stride, 0, 0, options.ignore_index, options.logit_scale, number,
         )  # fmt: skip
     return CrossEntropyForward(row_loss if loss is None else loss, lse, result)
@@ -428,22 +327,21 @@ def _plan(
     key = index, dtype, target_dtype, of_row
     plain = not weighted and not stats and _is_plain(options)
     if not plain:
-        lanes, block, hold, most = options_schedule(classes, vector)
+        lanes, block, hold = options_schedule(classes, vector)
         constants: tuple[int | bool, ...] = (
             reduce, kind, patience(index), weighted, options.label_smoothing > 0, options.softcap is not None,
             options.total_classes is not None, stats, gradient, vector, edges, lanes, block, hold,
         )  # fmt: skip
         launch = prepared(cross_entropy_options_fwd_kernel, key, constants, lanes)
     elif gradient:
-        lanes, block, hold, most = gradient_schedule(classes, dtype.itemsize, vector)
+        lanes, block, hold = gradient_schedule(classes, dtype.itemsize, vector)
         constants = kind, patience(index), vector, edges, lanes, block, hold
-        function = cross_entropy_fwd_grad_drawn_kernel if most else cross_entropy_fwd_grad_kernel
-        launch = prepared(function, key, constants, lanes)
+        launch = prepared(cross_entropy_fwd_grad_kernel, key, constants, lanes)
     else:
-        lanes, block, hold, most = forward_schedule(classes, dtype.itemsize, vector)
+        lanes, block, hold = forward_schedule(classes, dtype.itemsize, vector)
         constants = reduce, kind, vector, edges, lanes, block, hold
         launch = prepared(cross_entropy_fwd_kernel, key, constants, lanes)
-    return _Plan(launch, plain, denominator, most * processors(device))
+    return _Plan(launch, plain, denominator)
 
 
 def cross_entropy_prepare(
@@ -459,7 +357,7 @@ def cross_entropy_prepare(
     gradient: bool,
 ) -> PreparedCrossEntropy | None:
     """See ``loss_core.backend``."""
-    launch, plain, of, most_programs = _plan(
+    launch, plain, of = _plan(
         device, dtype, target_dtype, classes, rows.bit_length(), options, False, False, None, NoneType,
         offset, stride, *((0, classes) if gradient else (None, 0)),
     )  # fmt: skip
@@ -490,16 +388,15 @@ def cross_entropy_prepare(
         )
         for skip_if_one in (False, True)
     ]  # fmt: skip
-    (again, most_again, options_numbers), (unless_one, _, _) = plans
+    (again, most_programs, options_numbers), (unless_one, _, _) = plans
     backward_numbers = rows, classes, 0, stride, classes, rows, *options_numbers
-    backward_programs = min(rows, most_again)
-    programs = min(rows, most_programs) if most_programs else rows
+    backward_programs = min(rows, most_programs)
 
     def forward(logits: Tensor, target: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         results, loss = new(*results_like), new((), (), float32)
         stored = results if divides else None
         launch(
-            programs, (logits, target, zeroed_words(COUNTERS, device), target, stored, results, results, grad, loss),
+            rows, (logits, target, zeroed_words(COUNTERS, device), target, stored, results, results, grad, loss),
             *numbers,
         )  # fmt: skip
         return loss, results

@@ -69,7 +69,7 @@ def start_counting(counters_ptr, target_ptr, rows, ignore_index, KIND: tl.conste
         # a request of each warp would keep the others waiting.
         lane = tl.arange(0, LANES)
         words = tl.load(count_ptr + lane, mask=lane == 0, other=2147483647, volatile=True)
-        slices = tl.minimum(tl.num_programs(0), _SLICES)
+        slices = tl.minimum(rows, _SLICES)
         mine = tl.program_id(0)
         if mine < slices:
             size = tl.cdiv(rows, slices)
@@ -91,7 +91,7 @@ def denominator_of_gradient(
     No program waits for good: which programs run first is not known, so one whose patience ends counts all targets.
     """
     if KIND == ROWS:
-        complete = tl.minimum(tl.num_programs(0), _SLICES) * _SLICE
+        complete = tl.minimum(rows, _SLICES) * _SLICE
         word = tl.min(words, 0)
         tries = 0
         while (word < complete) & (tries < PATIENCE):

@@ -52,21 +52,6 @@ def edge_columns(head, body, classes, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def end_of_row(
-    logits_ptr, row, rows, classes, logits_stride,
-    VECTOR: tl.constexpr, EDGES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
-):  # fmt: skip
-    """The last HOLD elements of a row's body, those of fewer blocks; -inf where there is no such row."""
-    row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
-    head, body = body_of(row_ptr, classes, VECTOR, EDGES)
-    tl.static_assert(BLOCK <= HOLD)
-    blocks = tl.cdiv(tl.maximum(body - HOLD, 0), BLOCK)
-    columns = block_columns(blocks * BLOCK, HOLD, LANES * VECTOR)
-    inside = columns < tl.where(row < rows, body, 0)
-    return tl.load(vectors(row_ptr + head, columns, VECTOR), mask=inside, other=float("-inf"))
-
-
-@triton.jit
 def lane_max(x, LANES: tl.constexpr):
     """Maximum of each lane of a block; no lane waits for another."""
     VECTOR: tl.constexpr = x.shape[1] // LANES
@@ -151,10 +136,8 @@ def sum_of_rows(row_ptr, rows, LANES: tl.constexpr):
 
 
 # The counters of a launch are int64 words: the first counts finished rows, the last one is for ``denominator`` to count
-# targets in, and rows are drawn from the one between. They lie in different sectors of memory, for all programs write
-# the one and read the other.
+# targets in. They lie in different sectors of memory, for all programs write the one and read the other.
 COUNTERS = 17
-DRAWN_WORD = tl.constexpr(8)
 COUNT_WORD = tl.constexpr(COUNTERS - 1)
 FINISHED_ROW = tl.constexpr(1 << 32)
 
@@ -163,20 +146,6 @@ FINISHED_ROW = tl.constexpr(1 << 32)
 def row_is_known(counters_ptr, live):
     """Announce what this program has stored for its row. Nothing waits for it but the thread that stored it."""
     tl.atomic_add(counters_ptr, live.to(tl.int64) + FINISHED_ROW, sem="release")
-
-
-@triton.jit
-def draw_row(counters_ptr, LANES: tl.constexpr):
-    """Ask for the next row that no program has: in one lane, for which nothing waits before ``row_drawn``."""
-    lane = tl.arange(0, LANES)
-    word_ptr = (counters_ptr + DRAWN_WORD).to(tl.pointer_type(tl.int32))
-    return tl.where(lane == 0, tl.atomic_add(word_ptr + lane, 1, mask=lane == 0, sem="relaxed"), -1)
-
-
-@triton.jit
-def row_drawn(drawn):
-    """The row asked for, where each program has its first without asking."""
-    return tl.max(drawn, 0) + tl.num_programs(0)
 
 
 @triton.jit
@@ -190,6 +159,5 @@ def wait_for_rows(counters_ptr, rows):
     while word < all_finished:
         word = tl.atomic_add(counters_ptr, 0, sem="acquire")
     tl.store(counters_ptr, 0)
-    tl.store(counters_ptr + DRAWN_WORD, 0)
     tl.store(counters_ptr + COUNT_WORD, 0)
     return word % FINISHED_ROW

@@ -16,19 +16,17 @@ class Schedule(NamedTuple):
         block: elements of a row that a program takes at a time.
         hold: elements at the row's end that it takes first and keeps; not less than a block, for the blocks before it
             are read without a mask.
-        programs: of a multiprocessor, that draw one row after the other; 0 for one program a row.
     """
 
     lanes: int
     block: int
     hold: int
-    programs: int = 0
 
 
-def _schedule(vector: int, warps: int, block: int, hold: int, programs: int = 0) -> Schedule:
+def _schedule(vector: int, warps: int, block: int, hold: int) -> Schedule:
     """From rounds, the vectors that a lane has of a block and of the held part."""
     lanes = 32 * warps
-    return Schedule(lanes, lanes * vector * block, lanes * vector * hold, programs)
+    return Schedule(lanes, lanes * vector * block, lanes * vector * hold)
 
 
 # Rows up to `classes` wide: (classes, warps, rounds of a block, rounds held), for 2-byte and for 4-byte elements.
@@ -89,13 +87,8 @@ def backward_schedule(classes: int, vector: int) -> tuple[int, int]:
 @lru_cache
 def few_programs(device: torch.device) -> int:
     """Programs of a kernel whose programs take several rows each: few, since most of its calls leave at once."""
-    return 8 * processors(device)
-
-
-@lru_cache
-def processors(device: torch.device) -> int:
     # The interpreter runs the programs of a CPU tensor one after the other.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return 8 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def alignment(size: int, classes: int, *places: int) -> tuple[int, bool]:
