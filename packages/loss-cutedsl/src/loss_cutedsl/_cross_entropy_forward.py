@@ -7,25 +7,26 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
-from ._cross_entropy_rows import ENTRY_WORDS, CrossEntropyRows, RowFacts
+from ._cross_entropy_rows import ENTRY_WORDS, RowFacts
+from ._cross_entropy_total import (
+    NOTE_DONE,
+    SUMS_UNROLL,
+    WORKSPACE_SUMS,
+    WORKSPACE_TEAMS_DONE,
+    CrossEntropyTotal,
+    Operands,
+)
 from ._device import (
     LOWEST,
     above,
     add,
-    add_release,
     barrier,
     cluster_barrier,
     commit,
     divide,
-    draw,
     exchange_add,
-    from_first_lane,
-    load_acquire,
     load_element,
-    load_float,
     load_float_below,
-    load_floats,
-    load_integer,
     load_relaxed_below,
     load_shared,
     load_shared_word,
@@ -44,78 +45,8 @@ from ._device import (
     tree,
     unpack,
     wait,
-    warp_barrier,
-    warp_reduce,
 )
 from ._schedule import VECTOR_BYTES, Schedule
-
-# Where the denominator of a scalar reduction comes from. The counted ones are neighbours.
-(
-    DENOMINATOR_ONE,
-    DENOMINATOR_ROWS,
-    DENOMINATOR_WEIGHTS,
-    DENOMINATOR_BYTES_32,
-    DENOMINATOR_BYTES_64,
-    DENOMINATOR_VALUE,
-    DENOMINATOR_POINTER,
-) = range(7)
-
-# With the gradient, the denominator is counted in slices: at most one a lane of a warp, and so many targets of each a
-# thread at a time.
-MOST_SLICES = 32
-COUNT_UNROLL = 4
-# How often a block looks for slices that others count before it counts them itself. A look takes about a microsecond.
-LOOKS = 32
-
-# The workspace, in 32-bit words, is all 0 between launches: the slices' sums; the counters of slices and of blocks that
-# are done; and from a cache line of their own on what the blocks add up: their losses, without a gradient their shares
-# of the denominator, and with statistics their z-loss parts.
-WORKSPACE_SLICES_DONE = MOST_SLICES
-WORKSPACE_BLOCKS_DONE = MOST_SLICES + 1
-WORKSPACE_DRAWN = MOST_SLICES + 2
-WORKSPACE_SUMS = 64
-MOST_SUMS = 3
-SUMS_UNROLL = 8
-ROWS_UNROLL = 4
-
-# What a block's threads tell one another, by its offset in the notes: whether all slices had been counted, what they
-# add up to, and how many blocks were done before.
-NOTE_COUNTED = 0
-NOTE_DENOMINATOR = 4
-NOTE_DONE = 8
-
-
-def workspace_words(blocks: int) -> int:
-    """64-bit words of the workspace for a grid of that many blocks (clusters count as one)."""
-    return (WORKSPACE_SUMS + MOST_SUMS * blocks + 1) // 2
-
-
-class Operands(NamedTuple):
-    """The tensors and numbers of one launch, for the functions that the kernel is made of."""
-
-    g_logits: Int64
-    logits_stride: Int64
-    g_end: Int64  # of the logits' memory
-    g_grad: Int64
-    grad_stride: Int64
-    g_target: Int64
-    g_bytes: Int64
-    g_items: Int64
-    g_loss: Int64
-    g_lse: Int64
-    g_denominator: Int64
-    g_z_loss: Int64
-    g_prediction: Int64
-    g_correct: Int64
-    g_workspace: Int64
-    g_row_loss: Int64
-    rows: Int32
-    row_step: Int32
-    slices: Int32
-    denominator_kind: Int32
-    items: Float32
-    ignore_index: Int64
-    logit_scale: Float32
 
 
 class Cursor(NamedTuple):
@@ -136,18 +67,15 @@ class Cursor(NamedTuple):
     high: Int32
 
 
-class CrossEntropyForward(CrossEntropyRows):
+class CrossEntropyForward(CrossEntropyTotal):
     """Loss of every row, its reduction and, with ``gradient``, the finished gradient: logits read once.
 
     Two forms of one kernel. ``gradient``: a stage of shared memory is a row; a persistent grid takes rows in turn and
     starts the next row's copies while it writes the gradient of this one. Without: a stage is a chunk of a row, and
     nothing is held, so that rows of any length stream through.
 
-    The gradient needs the denominator before its first element is written. The first blocks count a slice of the
-    targets each while their first rows are on the way; the others look for the result a bounded number of times and
-    then count for themselves, so that no block waits for one that may not be running. Either way gives the same bits.
-    Without a gradient only the end needs it, and each block counts its own rows. The sum of the losses is left to the
-    block that is done last.
+    With the gradient each block asks for the denominator; without, only the end needs it, and each block counts its own
+    rows. The sum of the losses is left to the block that is done last.
     """
 
     def __init__(
@@ -179,8 +107,6 @@ class CrossEntropyForward(CrossEntropyRows):
         # Such a block asks for the denominator when it has summed its first row. Of a cluster only the first block
         # reports that it is done with the workspace, so there all have to have asked before.
         self.asks_late = self.one_row and self.cluster == 1
-        # Its losses are then kept by row, so that their sum keeps its order. Not built for statistics.
-        self.draws = schedule.draws and gradient and scalar and self.one_row and self.stages == 1 and not stats
 
     @cute.jit
     def __call__(
@@ -200,7 +126,7 @@ class CrossEntropyForward(CrossEntropyRows):
         g_prediction: Int64,  # (R,) int64, or null
         g_correct: Int64,  # (R,) bool, or null
         g_workspace: Int64,  # see above
-        g_row_loss: Int64,  # (R,) float32 where rows are drawn, or null
+        g_row_loss: Int64,  # null: for the form with a ring
         rows: Int32,
         grid: Int32,
         slices: Int32,
@@ -234,7 +160,6 @@ class CrossEntropyForward(CrossEntropyRows):
             g_prediction,
             g_correct,
             g_workspace,
-            g_row_loss,
             rows,
             slices,
             denominator_kind,
@@ -277,7 +202,6 @@ class CrossEntropyForward(CrossEntropyRows):
         g_prediction: Int64,
         g_correct: Int64,
         g_workspace: Int64,
-        g_row_loss: Int64,
         rows: Int32,
         slices: Int32,
         denominator_kind: Int32,
@@ -319,7 +243,7 @@ class CrossEntropyForward(CrossEntropyRows):
             g_prediction=g_prediction,
             g_correct=g_correct,
             g_workspace=g_workspace,
-            g_row_loss=g_row_loss,
+            g_row_loss=Int64(0),
             rows=rows,
             row_step=row_step,
             slices=slices,
@@ -354,94 +278,6 @@ class CrossEntropyForward(CrossEntropyRows):
         if cutlass.const_expr(self.scalar):
             self.finish_sum(facts, it, loss_sum, z_sum, count, denominator)
 
-    # Denominator
-
-    def counted(self, it):
-        return (it.denominator_kind >= DENOMINATOR_ROWS) & (it.denominator_kind <= DENOMINATOR_BYTES_64)
-
-    @cute.jit
-    def count_slice(self, facts: RowFacts, it: Operands):
-        """Count one slice, if this block is one of those that count, and announce it.
-
-        Only blocks that also report to ``finish_sum`` count: the slices are complete before they are reset.
-        """
-        number = cute.arch.block_idx()[0] // self.cluster
-        if self.counted(it) & (facts.rank == 0) & (number < it.slices):
-            total = self.slice_sum(facts, it, number)
-            if cute.arch.thread_idx()[0] == 0:
-                store_float(it.g_workspace + Int64(number) * 4, total)
-                add_release(it.g_workspace + WORKSPACE_SLICES_DONE * 4, Int32(1))
-
-    @cute.jit
-    def slice_sum(self, facts: RowFacts, it: Operands, number: Int32):
-        """Rows, weights or bytes of a slice's rows that are not ignored; the same bits whichever block adds them."""
-        thread = cute.arch.thread_idx()[0]
-        step = it.slices * self.threads
-        total = Float32(0.0)
-        for start in cutlass.range(number * self.threads + thread, it.rows, step * COUNT_UNROLL, unroll=1):
-            targets = []
-            for u in cutlass.range_constexpr(COUNT_UNROLL):
-                row = start + u * step
-                targets.append(self.load_target(it.g_target, row, row < it.rows, it.ignore_index))
-            for u in cutlass.range_constexpr(COUNT_UNROLL):
-                target = targets[u]
-                if target != it.ignore_index:
-                    w_y = self.target_weight(facts.g_weight, self.column(facts, target), facts.cols)
-                    total = total + self.share_of_denominator(it, start + u * step, w_y)
-        return self.sum_block(facts.s_scratch, thread, self.threads, total)
-
-    @cute.jit
-    def share_of_denominator(self, it: Operands, row: Int32, w_y: Float32):
-        """What a row that is not ignored adds to a counted denominator."""
-        value = Float32(1.0)
-        if cutlass.const_expr(self.weighted):
-            if it.denominator_kind == DENOMINATOR_WEIGHTS:
-                value = w_y
-        if it.denominator_kind == DENOMINATOR_BYTES_32:
-            value = Float32(load_integer(32, it.g_bytes + Int64(row) * 4))
-        if it.denominator_kind == DENOMINATOR_BYTES_64:
-            value = Float32(load_integer(64, it.g_bytes + Int64(row) * 8))
-        return value
-
-    @cute.jit
-    def denominator(self, facts: RowFacts, it: Operands):
-        """What the sum is divided by, the same for all threads of all blocks. Once a launch: its notes stay."""
-        value = Float32(1.0)
-        if self.counted(it):
-            thread = cute.arch.thread_idx()[0]
-            s_notes = facts.s_scratch + self.notes
-            # One warp reads the workspace, and its first thread reports later that the block is done with it.
-            if thread < 32:
-                done = Int32(0)
-                if thread == 0:
-                    for _ in cutlass.range(LOOKS, unroll=1):
-                        if done < it.slices:
-                            done = load_acquire(it.g_workspace + WORKSPACE_SLICES_DONE * 4)
-                warp_barrier()
-                total = warp_reduce(load_relaxed_below(it.g_workspace + Int64(thread) * 4, thread, it.slices), add)
-                if thread == 0:
-                    store_shared_word(s_notes + NOTE_COUNTED, Int32(done >= it.slices))
-                    store_element(Float32, s_notes + NOTE_DENOMINATOR, total, "shared")
-            barrier()
-            value = load_element(Float32, s_notes + NOTE_DENOMINATOR, "shared")
-            if load_shared_word(s_notes + NOTE_COUNTED) == 0:
-                value = Float32(0.0)
-                for number in cutlass.range(it.slices, unroll=1):
-                    total = self.slice_sum(facts, it, number)
-                    if thread % 32 == number:
-                        value = total
-                value = warp_reduce(value, add)
-        return self.or_given(it, value)
-
-    @cute.jit
-    def or_given(self, it: Operands, value: Float32):
-        """A denominator, or the one that the caller gave."""
-        if it.denominator_kind == DENOMINATOR_VALUE:
-            value = it.items
-        if it.denominator_kind == DENOMINATOR_POINTER:
-            value = load_float(it.g_items)
-        return value
-
     # Rows held in shared memory, with their gradient
 
     @cute.jit
@@ -471,17 +307,8 @@ class CrossEntropyForward(CrossEntropyRows):
         scale = divide(it.logit_scale, denominator)
         row = first_row
         coming_row = row + it.row_step
-        draws_here = (facts.thread == 0) & (facts.rank == 0)
-        # The number of the row after the coming one, where it has been drawn; told to all while this row is summed.
-        drawn = Int32(0)
-        if cutlass.const_expr(self.draws):
-            drawn = draw(it.g_workspace + WORKSPACE_DRAWN * 4, draws_here)
         while row < it.rows:
             # Targets are loaded well before they are needed: this row's with the row before.
-            told = coming_row + it.row_step
-            if cutlass.const_expr(self.draws):
-                told = from_first_lane(drawn) + 2 * it.row_step
-                drawn = draw(it.g_workspace + WORKSPACE_DRAWN * 4, draws_here & (coming_row < it.rows))
             coming_target = self.load_target(it.g_target, coming_row, coming_row < it.rows, it.ignore_index)
             next_row = coming_row
             next_target = coming_target
@@ -506,29 +333,17 @@ class CrossEntropyForward(CrossEntropyRows):
                 anchor = self.anchor(facts, x_y, y)
                 highest, total, x_sum, w_sum, key, index = self.sum_held(facts, s_row, phase, anchor)
                 parity = parity ^ 1
-                if cutlass.const_expr(self.draws):
-                    highest, total, x_sum, w_sum, key, index, told = self.finish(
-                        facts, parity, highest, total, x_sum, w_sum, key, index, told
-                    )
-                else:
-                    highest, total, x_sum, w_sum, key, index = self.finish(
-                        facts, parity, highest, total, x_sum, w_sum, key, index
-                    )
+                highest, total, x_sum, w_sum, key, index = self.finish(
+                    facts, parity, highest, total, x_sum, w_sum, key, index
+                )
                 loss, z_part, lse, pull = self.row_loss(facts, target, y, x_y, w_y, highest, total, x_sum, w_sum)
                 if target != it.ignore_index:
                     loss_sum = loss_sum + loss
                     z_sum = z_sum + z_part
                 if first == 0:
                     self.write_stats(row, target != it.ignore_index, y, index, it.g_prediction, it.g_correct)
-            elif cutlass.const_expr(self.draws):
-                parity = parity ^ 1
-                told = self.tell(facts.s_scratch, parity, facts.thread, facts.rank, told)
             if first == 0:
                 store_float(it.g_lse + Int64(row) * 4, lse)
-            if cutlass.const_expr(self.draws):
-                if first == 0:
-                    store_float(it.g_row_loss + Int64(row) * 4, loss_sum)
-                loss_sum = Float32(0.0)
             if cutlass.const_expr(self.asks_late):
                 if row == first_row:
                     denominator = self.denominator(facts, it)
@@ -554,7 +369,7 @@ class CrossEntropyForward(CrossEntropyRows):
             if stage == self.stages:
                 stage = Int32(0)
             row = coming_row
-            coming_row = told
+            coming_row = row + it.row_step
         return loss_sum, z_sum, denominator
 
     # Rows that stream through shared memory
@@ -780,21 +595,21 @@ class CrossEntropyForward(CrossEntropyRows):
                     )
         return highest, total, x_sum, w_sum, key, index
 
-    def finish(self, facts, parity, highest, total, x_sum, w_sum, key, index, word=None):
-        """The row's sums, the same for all of its threads; and what its first warp has in ``word``."""
+    def finish(self, facts, parity, highest, total, x_sum, w_sum, key, index):
+        """The row's sums, the same for all of its threads."""
         sums = []
         if self.smoothing:
             sums = [x_sum, w_sum] if self.weighted else [x_sum]
         best = (key, index) if self.stats else None
-        highest, total, sums, best, *told = self.reduce_row(
-            facts.s_scratch, parity, facts.thread, facts.rank, facts.power, highest, total, sums, best, word
+        highest, total, sums, best = self.reduce_row(
+            facts.s_scratch, parity, facts.thread, facts.rank, facts.power, highest, total, sums, best
         )
         if self.smoothing:
             x_sum = sums[0]
             w_sum = sums[1] if self.weighted else Float32(facts.cols)
         if self.stats:
             key, index = best
-        return highest, total, x_sum, w_sum, key, index, *told
+        return highest, total, x_sum, w_sum, key, index
 
     # Results
 
@@ -873,7 +688,7 @@ class CrossEntropyForward(CrossEntropyRows):
                 store_float(self.sums_address(it, 1) + here, count)
             if cutlass.const_expr(self.stats):
                 store_float(self.sums_address(it, 2) + here, z_sum)
-            done_before = exchange_add(it.g_workspace + WORKSPACE_BLOCKS_DONE * 4, Int32(1))
+            done_before = exchange_add(it.g_workspace + WORKSPACE_TEAMS_DONE * 4, Int32(1))
             store_shared_word(facts.s_scratch + self.notes + NOTE_DONE, done_before)
 
     @cute.jit
@@ -901,10 +716,7 @@ class CrossEntropyForward(CrossEntropyRows):
         if facts.rank == 0:
             barrier()
             if load_shared_word(facts.s_scratch + self.notes + NOTE_DONE) == blocks - 1:
-                if cutlass.const_expr(self.draws):
-                    loss = self.sum_rows(facts, it, thread)
-                else:
-                    loss = self.take_sums(facts, self.sums_address(it, 0), blocks, thread)
+                loss = self.take_sums(facts, self.sums_address(it, 0), blocks, thread)
                 if cutlass.const_expr(not self.gradient):
                     count = self.take_sums(facts, self.sums_address(it, 1), blocks, thread)
                     if self.counted(it):
@@ -921,19 +733,6 @@ class CrossEntropyForward(CrossEntropyRows):
                     z_part = self.take_sums(facts, self.sums_address(it, 2), blocks, thread)
                     if thread == 0:
                         store_float(it.g_z_loss, divide(z_part, denominator))
-
-    @cute.jit
-    def sum_rows(self, facts: RowFacts, it: Operands, thread):
-        """The sum of the rows' losses, in an order that depends on nothing but how many there are."""
-        value = Float32(0.0)
-        for start in cutlass.range(4 * thread, it.rows, 4 * self.threads * ROWS_UNROLL, unroll=1):
-            sums = []
-            for u in cutlass.range_constexpr(ROWS_UNROLL):
-                row = start + 4 * u * self.threads
-                losses = load_floats(it.g_row_loss + Int64(row) * 4, row < it.rows)
-                sums = sums + [select_below(row + i, it.rows, losses[i], Float32(0.0)) for i in range(4)]
-            value = value + tree(sums, add)
-        return self.sum_block(facts.s_scratch, thread, self.threads, value)
 
     @cute.jit
     def take_sums(self, facts: RowFacts, g_sums, blocks, thread):

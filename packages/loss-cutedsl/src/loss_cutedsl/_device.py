@@ -318,6 +318,19 @@ def draw(g_counter, wanted):
     )
 
 
+def add_64(g_address, value):
+    """Add to a word that other threads add to."""
+    ptx("red.relaxed.gpu.global.add.u64 [{$r0}], {$r1};", None, [g_address, value])
+
+
+def load_relaxed_64(g_address):
+    return ptx("ld.relaxed.gpu.global.b64 {$w0}, [{$r0}];", [Int64], [g_address])
+
+
+def float_of(integer):
+    return ptx("cvt.rn.f32.s64 {$w0}, {$r0};", [Float32], [integer])
+
+
 def load_floats(g_address, wanted):
     """Four float32 that other blocks wrote, or zeros."""
     return list(
@@ -331,8 +344,80 @@ def load_floats(g_address, wanted):
     )
 
 
-def from_first_lane(value):
-    return ptx("shfl.sync.idx.b32 {$w0}, {$r0}, 0, 31, -1;", [Int32], [value])
+# A barrier object is 8 bytes of shared memory. It passes from one phase to the next when as many threads have arrived
+# as it was made for and all bytes that they said to expect are there; a wait names the parity of the phase to be over.
+
+
+def make_mbarrier(s_barrier, arrivals):
+    ptx("mbarrier.init.shared::cta.b64 [{$r0}], {$r1};", None, [s_barrier, Int32(arrivals)])
+
+
+def show_mbarriers():
+    """Before a barrier that all threads wait at, after the barrier objects have been made."""
+    ptx("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;")
+
+
+def arrive(s_barrier):
+    ptx("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", None, [s_barrier])
+
+
+def arrive_and_expect(s_barrier, size):
+    """Arrive, and let the phase last until so many more bytes have come."""
+    ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};", None, [s_barrier, size])
+
+
+def wait_for(s_barrier, parity):
+    ptx(
+        "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}; @!p bra again; }",
+        None,
+        [s_barrier, parity],
+    )
+
+
+def copy_bulk(s_address, g_address, size, s_barrier, predicate):
+    """Copy so many bytes, a multiple of a vector, for which the barrier object waits."""
+    ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        None,
+        [s_address, g_address, size, s_barrier],
+        predicate,
+    )
+
+
+def send(s_address, words, s_barrier, block, wanted):
+    """Store one or two words in the shared memory of a block of the cluster, whose barrier object waits for them."""
+    kind, values = (".v2.b32", "{ {$r4}, {$r5} }") if len(words) == 2 else (".b32", "{$r4}")
+    ptx(
+        "{ .reg .pred p; .reg .b32 a, b; setp.ne.u32 p, {$r3}, 0; mapa.shared::cluster.u32 a, {$r0}, {$r2};"
+        " mapa.shared::cluster.u32 b, {$r1}, {$r2};"
+        f" @p st.async.shared::cluster.mbarrier::complete_tx::bytes{kind} [a], {values}, [b]; }}",
+        None,
+        [s_address, s_barrier, block, Int32(wanted), *words],
+    )
+
+
+def smaller(a, b):
+    return ptx("min.s32 {$w0}, {$r0}, {$r1};", [Int32], [a, b])
+
+
+def larger(a, b):
+    return ptx("max.s32 {$w0}, {$r0}, {$r1};", [Int32], [a, b])
+
+
+def select_words(wanted, words, otherwise):
+    return [
+        ptx(
+            "{ .reg .pred p; setp.ne.u32 p, {$r0}, 0; selp.b32 {$w0}, {$r1}, {$r2}, p; }",
+            [Uint32],
+            [Int32(wanted), word, otherwise],
+        )
+        for word in words
+    ]
+
+
+def named_barrier(number, threads):
+    """Wait for those threads of the block that use this number; 0 is that of all."""
+    ptx("bar.sync {$r0}, {$r1};", None, [number, Int32(threads)])
 
 
 def barrier():
@@ -347,8 +432,28 @@ def cluster_barrier():
     ptx("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
 
 
+def cluster_barrier_of_threads():
+    """The same where the threads of a warp may come one by one."""
+    ptx("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;")
+
+
 def shuffle_xor(value, distance, kind=Float32):
     return ptx(f"shfl.sync.bfly.b32 {{$w0}}, {{$r0}}, {distance}, 31, -1;", [kind], [value])
+
+
+def shuffle_xor_64(value, distance):
+    """As ``shuffle_xor``, of 64 bits."""
+    shuffle = "shfl.sync.bfly.b32 {0}, {0}, %d, 31, -1;" % distance
+    return ptx(
+        f"{{ .reg .b32 l, h; mov.b64 {{l, h}}, {{$r0}}; {shuffle.format('l')} {shuffle.format('h')}"
+        " mov.b64 {$w0}, {l, h}; }",
+        [Int64],
+        [value],
+    )
+
+
+def from_first_lane(value):
+    return ptx("shfl.sync.idx.b32 {$w0}, {$r0}, 0, 31, -1;", [Int32], [value])
 
 
 def warp_reduce(value, combine):
@@ -401,7 +506,7 @@ class StagedRows:
         self.schedule = schedule
         self.threads = schedule.threads
         self.row_threads = schedule.row_threads
-        self.groups = schedule.threads // schedule.row_threads
+        self.groups = schedule.groups
         self.cluster = schedule.cluster
         self.stages = schedule.stages
         self.unroll = schedule.unroll
@@ -416,6 +521,10 @@ class StagedRows:
         if self.dtype is Float32:
             return Uint32(0xFF800000)
         return Uint32(0xFF80FF80 if self.dtype is BFloat16 else 0xFC00FC00)
+
+    def meet(self):
+        """Wait for all threads that share one scratch."""
+        barrier()
 
     # Geometry
 
@@ -595,7 +704,7 @@ class StagedRows:
         if self.cluster > 1:
             cluster_barrier()
         else:
-            barrier()
+            self.meet()
         read = []
         for e in range((entries + 31) // 32):
             index = lane + 32 * e
@@ -621,19 +730,8 @@ class StagedRows:
         fresh = [exp2((value - raised) * power) for value in t]
         return raised, fma(total, exp2((highest - raised) * power), tree(fresh, add))
 
-    def tell(self, s_scratch, parity, thread, rank, word):
-        """What the first warp of the row has in ``word``, for all threads of the row."""
-        self.exchange(s_scratch, parity, thread, rank, [word])
-        return self.told(s_scratch, parity, 0)
-
-    def told(self, s_scratch, parity, place):
-        return load_shared_word(s_scratch + parity * (self.warps * self.cluster * self.entry_bytes) + 4 * place)
-
-    def reduce_row(self, s_scratch, parity, thread, rank, power, highest, total, sums=(), best=None, word=None):
-        """Reduce over the threads of a row: a (maximum, sum) pair, plain sums, and a (key, index) argmax.
-
-        With ``word`` also what the first warp has in it.
-        """
+    def reduce_row(self, s_scratch, parity, thread, rank, power, highest, total, sums=(), best=None):
+        """Reduce over the threads of a row: a (maximum, sum) pair, plain sums, and a (key, index) argmax."""
         top = warp_reduce(highest, maximum)
         total = warp_reduce(total * exp2((highest - top) * power), add)
         highest = top
@@ -643,11 +741,7 @@ class StagedRows:
         if self.warps * self.cluster == 1:
             return highest, total, sums, best
         words = [highest, total, *sums, *(best or ())]
-        if word is not None:
-            words.append(word)
         entries = self.exchange(s_scratch, parity, thread, rank, words)
-        if word is not None:
-            word = self.told(s_scratch, parity, len(words) - 1)
         pairs = [
             (self.read_entry(entry, 0, Float32(LOWEST)), self.read_entry(entry, 1, Float32(0.0))) for entry in entries
         ]
@@ -670,8 +764,6 @@ class StagedRows:
             for other in candidates[1:]:
                 key, index = better(key, index, *other)
             best = warp_argmax(key, index)
-        if word is not None:
-            return top, total, reduced, best, word
         return top, total, reduced, best
 
     def reduce_sums(self, s_scratch, parity, thread, rank, sums):
@@ -696,7 +788,7 @@ class StagedRows:
             None,
             [s_scratch + thread // 32 * 4, thread % 32, value],
         )
-        barrier()
+        self.meet()
         lane = thread % 32
         value = ptx(
             "{ .reg .pred p; setp.lt.u32 p, {$r1}, %d; mov.f32 {$w0}, 0f00000000; @p ld.shared.f32 {$w0}, [{$r0}]; }"
@@ -704,7 +796,7 @@ class StagedRows:
             [Float32],
             [s_scratch + lane * 4, lane],
         )
-        barrier()
+        self.meet()
         return warp_reduce(value, add)
 
     # Elements at the edges of a row

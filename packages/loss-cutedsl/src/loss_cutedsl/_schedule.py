@@ -47,8 +47,6 @@ class Schedule(NamedTuple):
         rows: that a group of threads takes at most, one after the other; 0 for as many as there are for it when all
             blocks run at a time. Fewer rows leave less to wait for when some multiprocessors are slower than others,
             and each block starts and ends anew. Taken where it makes at least two waves of blocks.
-        draws: whether a block (or cluster) that has done with a row draws its next one from a counter, so that none
-            waits for the slowest. For one stage.
     """
 
     threads: int
@@ -58,7 +56,15 @@ class Schedule(NamedTuple):
     unroll: int
     blocks: int
     rows: int = 0
-    draws: bool = False
+
+    @property
+    def groups(self) -> int:
+        """Of threads in a block, each with a row at a time."""
+        return self.threads // self.row_threads
+
+    def teams(self, blocks: int) -> int:
+        """Teams, those that report together, of a launch; see ``_cross_entropy_total``."""
+        return blocks // self.cluster
 
     def scratch_bytes(self, entry_words: int) -> int:
         """Shared memory for reductions: two halves, an entry per warp of the row; at least a word per warp; notes."""
@@ -75,6 +81,79 @@ class Schedule(NamedTuple):
         return chunks * self.unroll * self.row_threads * VECTOR_BYTES
 
 
+# Words that a warp of a ring's group hands to the others: maximum and sum.
+RING_ENTRY_WORDS = 2
+
+
+class Ring(NamedTuple):
+    """What a kernel with rings is compiled for: groups of threads that sum rows, each with a warp that fetches them.
+
+    Attributes:
+        row_threads: of a group, all on one row.
+        groups: of a block, of which a multiprocessor has one.
+        cluster: blocks that share a row.
+        stages: chunks in a group's ring.
+        unroll: vectors of a chunk that a thread takes.
+        held: chunks of a row, where a thread holds what it takes of them in registers; else 0.
+    """
+
+    row_threads: int
+    groups: int
+    cluster: int
+    stages: int
+    unroll: int
+    held: int = 0
+
+    @property
+    def threads(self) -> int:
+        return self.groups * (self.row_threads + 32)
+
+    def teams(self, blocks: int) -> int:
+        """As ``Schedule.teams``."""
+        return blocks // self.cluster * self.groups
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of one block's part of a chunk."""
+        return self.unroll * self.row_threads * VECTOR_BYTES
+
+    @property
+    def sent_places(self) -> int:
+        """Numbers on the way between the blocks of a cluster, at most.
+
+        Of the rows in a ring, one chunk each if all are ignored, of the row that a block may be ahead of the other, and
+        of the one that is being read.
+        """
+        return self.stages + 2 if self.cluster > 1 else 0
+
+    @property
+    def control_bytes(self) -> int:
+        """Of what controls a group's ring; see ``CrossEntropyRing``."""
+        objects = 2 * self.stages + 2 + self.sent_places
+        return _round_up(8 * objects + 4 * (self.stages + self.sent_places), 128)
+
+    def entries_bytes(self, entry_words: int) -> int:
+        """Of what the warps of a group tell one another: two halves, an entry a warp."""
+        return 2 * self.row_threads // 32 * self.cluster * 4 * entry_words
+
+    def scratch_bytes(self, entry_words: int) -> int:
+        """Entries, a word a warp, and notes."""
+        return _round_up(self.entries_bytes(entry_words) + self.row_threads // 8 + NOTE_BYTES, 128)
+
+    def chunks(self, vectors: int) -> int:
+        """Of a row of at most that many vectors."""
+        return -(-vectors // (self.row_threads * self.cluster * self.unroll))
+
+    def shared_bytes(self) -> int:
+        """Of a block."""
+        each = self.scratch_bytes(RING_ENTRY_WORDS) + self.control_bytes + self.stages * self.chunk_bytes
+        return self.groups * each
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
 class Machine(NamedTuple):
     """What a schedule depends on of a device.
 
@@ -84,6 +163,7 @@ class Machine(NamedTuple):
         block_bytes: shared memory that one block may have.
         processor_bytes: shared memory of a multiprocessor.
         clusters: whether blocks can read and write one another's shared memory.
+        bulk: whether there are copies in bulk that a barrier object waits for.
     """
 
     architecture: str
@@ -91,6 +171,7 @@ class Machine(NamedTuple):
     block_bytes: int
     processor_bytes: int
     clusters: bool
+    bulk: bool
 
 
 # Bytes of shared memory that a block may have and that a multiprocessor has, by compute capability.
@@ -116,6 +197,7 @@ def machine(capability: tuple[int, int], processors: int) -> Machine:
         block_bytes=block_bytes,
         processor_bytes=processor_bytes,
         clusters=major in (9, 10),
+        bulk=major >= 9,
     )
 
 
@@ -265,14 +347,44 @@ def streamed(machine: Machine, vectors: int, ragged: bool = False, element_bytes
     return Schedule(256, 256, 1, 3, 4, 3)
 
 
+# The rings tried that did best, by the vectors of a row at most; where a width of the gradient's is left out, rows held
+# in shared memory or that stream do better or have not been compared. Threads, groups, cluster, chunks in a ring,
+# vectors of a chunk a thread. H200.
+RINGS_WITH_GRADIENT = (
+    (512, None),
+    (2048, Ring(256, 3, 1, 6, 1)),
+    (4096, Ring(512, 1, 1, 5, 2)),
+    (7168, Ring(480, 1, 1, 16, 1)),
+    (16384, Ring(480, 1, 2, 20, 1)),
+    (19200, Ring(480, 1, 2, 12, 1)),
+)
+RINGS = (
+    (2048, None),
+    (8192, Ring(256, 3, 1, 5, 2)),
+    (LARGEST, Ring(512, 1, 1, 8, 2)),
+)
+
+
+def ring(machine: Machine, vectors: int, gradient: bool) -> Ring | None:
+    """The rings for rows of that many vectors at most, or None where there are none."""
+    if not machine.bulk:
+        return None
+    found = next((ring for most, ring in (RINGS_WITH_GRADIENT if gradient else RINGS) if vectors <= most), None)
+    if found is None or found.shared_bytes() > machine.block_bytes or (found.cluster > 1 and not machine.clusters):
+        return None
+    return found._replace(held=found.chunks(vectors)) if gradient else found
+
+
 # Rows that a cluster of more than two blocks takes at most. How many such clusters run at a time depends on how many
 # multiprocessors each of a device's partitions has, which is not the same on all devices of a name; with one wave of
 # clusters, one that finds no place would do its whole share after all others have ended.
 ROWS_OF_LARGE_CLUSTER = 8
 
 
-def grid_blocks(schedule: Schedule, most_blocks: int, rows: int) -> int:
+def grid_blocks(schedule: Schedule | Ring, most_blocks: int, rows: int) -> int:
     """Blocks to launch; ``most_blocks``: those that the device holds at a time, a multiple of the cluster."""
+    if isinstance(schedule, Ring):
+        return min(most_blocks, rows * schedule.cluster)
 
     def blocks_of(rows_each: int) -> int:
         return -(-rows // (schedule.threads // schedule.row_threads * rows_each)) * schedule.cluster

@@ -27,7 +27,10 @@ from loss_core.memory import allocator, zeroed_words
 from . import _schedule
 from ._compile import compiled
 from ._cross_entropy_backward import CrossEntropyBackward, CrossEntropyRescale, backward_arguments, rescale_arguments
-from ._cross_entropy_forward import (
+from ._cross_entropy_forward import CrossEntropyForward, forward_arguments
+from ._cross_entropy_ring import MOST_RING_SLICES, TARGETS_UNROLL, CrossEntropyRing
+from ._cross_entropy_rows import ENTRY_WORDS
+from ._cross_entropy_total import (
     COUNT_UNROLL,
     DENOMINATOR_BYTES_32,
     DENOMINATOR_BYTES_64,
@@ -37,11 +40,8 @@ from ._cross_entropy_forward import (
     DENOMINATOR_VALUE,
     DENOMINATOR_WEIGHTS,
     MOST_SLICES,
-    CrossEntropyForward,
-    forward_arguments,
     workspace_words,
 )
-from ._cross_entropy_rows import ENTRY_WORDS
 from ._launch import DTYPES, machine_of, require, stream_of
 from ._schedule import LARGEST, MOST_AT_A_TIME, VECTOR_BYTES, most_vectors
 
@@ -62,16 +62,29 @@ class ForwardPlan(NamedTuple):
         slice_rows: targets that a block counts at a time.
         denominator_kind: what the sum is divided by where no ``num_items`` says it.
         gradient: whether the kernel writes the gradient; False for rows that fit nowhere.
+        reports: whether the kernel needs a workspace.
+        keeps: whether it keeps the losses of the rows, to add them up.
         constants: the kernel's last arguments.
     """
 
     launch: object
-    schedule: _schedule.Schedule
+    schedule: _schedule.Schedule | _schedule.Ring
     most_blocks: int
     slice_rows: int
     denominator_kind: int
     gradient: bool
+    reports: bool
+    keeps: bool
     constants: tuple
+
+    def grid(self, rows: int) -> tuple[int, int, int]:
+        """Blocks of a launch for so many rows, slices that are counted, and 64-bit words of the workspace."""
+        blocks = _schedule.grid_blocks(self.schedule, self.most_blocks, rows)
+        teams = self.schedule.teams(blocks)
+        slices = -(-rows // self.slice_rows)
+        if isinstance(self.schedule, _schedule.Ring):
+            return blocks, min(MOST_RING_SLICES, slices), workspace_words(0)
+        return blocks, min(MOST_SLICES, teams, slices), workspace_words(teams)
 
 
 class TiledPlan(NamedTuple):
@@ -107,11 +120,14 @@ def forward(logits, target, weight, byte_lengths, num_items, options, *, grad, s
     index = logits.get_device()
     address, stride = logits.data_ptr(), logits.stride(0)
     grad_address, grad_stride = (0, 0) if grad is None else (grad.data_ptr(), grad.stride(0))
+    size = dtype.itemsize
     plan = _forward_plan(
         index,
         dtype,
         cols,
-        (address | grad_address | (cols | stride | grad_stride) * dtype.itemsize) % VECTOR_BYTES != 0,
+        (address | grad_address | (cols | stride | grad_stride) * size) % VECTOR_BYTES != 0,
+        grad is None or (address ^ grad_address | (stride ^ grad_stride) * size) % VECTOR_BYTES == 0,
+        address == grad_address,
         target.dtype,
         grad is not None,
         weight is not None,
@@ -122,19 +138,19 @@ def forward(logits, target, weight, byte_lengths, num_items, options, *, grad, s
     if not 0 < rows <= LARGEST:
         require(logits)
         return _empty_forward(logits.device, num_items, options.reduction, stats)
-    launch, schedule, most_blocks, slice_rows, denominator_kind, with_gradient, constants = plan
     float32 = torch.float32
     device = logits.device
     new = allocator(device)
     stream = stream_of(index)
-    blocks = _schedule.grid_blocks(schedule, most_blocks, rows)
-    clusters = blocks // schedule.cluster
-    slices = items_address = workspace_address = 0
+    blocks, slices, words = plan.grid(rows)
+    denominator_kind = plan.denominator_kind
+    items_address = 0
     items = 1.0
     denominator = z_part = prediction = correct = None
     # Results are tensors of their own, not views of one: who changes the loss in place must not touch what is saved.
     lse = new((rows,), (1,), float32)
-    row_losses = new((rows + 3,), (1,), float32) if schedule.draws else None
+    row_losses = new((rows + 3,), (1,), float32) if plan.keeps else None
+    workspace = zeroed_words(words, device, stream) if plan.reports else None
     if options.reduction == "none":
         loss = new((rows,), (1,), float32)
     else:
@@ -148,14 +164,11 @@ def forward(logits, target, weight, byte_lengths, num_items, options, *, grad, s
             else:
                 denominator_kind = DENOMINATOR_VALUE
                 items = float(num_items)
-        slices = min(MOST_SLICES, clusters, -(-rows // slice_rows))
-        workspace = zeroed_words(workspace_words(clusters), device, stream)
-        workspace_address = workspace.data_ptr()
     if stats:
         z_part = torch.empty_like(loss)
         prediction = new((rows,), (1,), torch.int64)
         correct = new((rows,), (1,), torch.bool)
-    launch(
+    plan.launch(
         address,
         stride,
         grad_address,
@@ -170,17 +183,17 @@ def forward(logits, target, weight, byte_lengths, num_items, options, *, grad, s
         0 if z_part is None else z_part.data_ptr(),
         0 if prediction is None else prediction.data_ptr(),
         0 if correct is None else correct.data_ptr(),
-        workspace_address,
+        0 if workspace is None else workspace.data_ptr(),
         0 if row_losses is None else row_losses.data_ptr(),
         rows,
         blocks,
         slices,
         denominator_kind,
         items,
-        *constants,
+        *plan.constants,
         stream,
     )
-    if grad is not None and not with_gradient:
+    if grad is not None and not plan.gradient:
         # Rows that fit nowhere: the gradient is recomputed from the logits.
         backward(None, logits, target, weight, lse, denominator, options, grad=grad, skip_if_one=False)
     return ForwardResult(loss, lse, denominator, z_part, prediction, correct)
@@ -189,19 +202,19 @@ def forward(logits, target, weight, byte_lengths, num_items, options, *, grad, s
 def prepare(device, dtype, target_dtype, rows, cols, stride, offset, options, *, gradient):
     """``cross_entropy_prepare`` of the contract in loss_core.backend."""
     index = device.index
-    ragged = (offset | (cols | stride) * dtype.itemsize) % VECTOR_BYTES != 0
-    plan = _forward_plan(index, dtype, cols, ragged, target_dtype, gradient, False, None, False, options)
+    size = dtype.itemsize
+    ragged = (offset | (cols | stride) * size) % VECTOR_BYTES != 0
+    # A gradient of its own starts with a vector.
+    alike = not gradient or (offset | (stride ^ cols) * size) % VECTOR_BYTES == 0
+    plan = _forward_plan(index, dtype, cols, ragged, alike, False, target_dtype, gradient, False, None, False, options)
     if plan.gradient != gradient or rows > LARGEST:
         return None
-    launch, schedule, most_blocks, slice_rows, denominator_kind, _, constants = plan
-    blocks = _schedule.grid_blocks(schedule, most_blocks, rows)
-    clusters = blocks // schedule.cluster
-    slices = min(MOST_SLICES, clusters, -(-rows // slice_rows))
-    words = workspace_words(clusters)
+    launch, denominator_kind, keeps, constants = plan.launch, plan.denominator_kind, plan.keeps, plan.constants
+    blocks, slices, words = plan.grid(rows)
     new, float32 = allocator(device), torch.float32
     # The lse of the rows, the denominator, and from a vector's start on the losses of the rows where they are kept.
     row_loss_at = rows // 4 * 4 + 4
-    results_like = (2 * row_loss_at if schedule.draws else rows + 1,), (1,), float32
+    results_like = (2 * row_loss_at if keeps else rows + 1,), (1,), float32
     divides = options.reduction != "sum"
     grad_stride = cols if gradient else 0
 
@@ -211,7 +224,7 @@ def prepare(device, dtype, target_dtype, rows, cols, stride, offset, options, *,
         launch(
             logits.data_ptr(), stride, grad.data_ptr() if gradient else 0, grad_stride, target.data_ptr(), 0, 0, 0,
             loss.data_ptr(), lse, lse + 4 * rows if divides else 0, 0, 0, 0,
-            zeroed_words(words, device, stream).data_ptr(), lse + 4 * row_loss_at if schedule.draws else 0,
+            zeroed_words(words, device, stream).data_ptr(), lse + 4 * row_loss_at if keeps else 0,
             rows, blocks, slices, denominator_kind, 1.0,
             *constants, stream,
         )  # fmt: skip
@@ -238,11 +251,20 @@ def prepare(device, dtype, target_dtype, rows, cols, stride, offset, options, *,
 
 
 @functools.lru_cache(MOST_PLANS)
-def _forward_plan(index, dtype, cols, ragged, target_dtype, gradient, weighted, byte_dtype, stats, options):
+def _forward_plan(
+    index, dtype, cols, ragged, alike, in_place, target_dtype, gradient, weighted, byte_dtype, stats, options
+):
+    """The plan for a call; ``alike``: rows of the gradient start as far into a vector as those of the logits."""
     _require(dtype, cols, target_dtype)
     refuse_shard(weighted or None, options, stats=stats, forward=True)
     machine = machine_of(index)
     vectors = most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged)
+    plain = not (weighted or stats or options.label_smoothing or options.total_classes is not None)
+    if plain and alike and _logits_kind(options) == "linear":
+        ring = _schedule.ring(machine, vectors, gradient)
+        # The blocks of a cluster do not wait for one another's reads before they write.
+        if ring is not None and not (in_place and ring.cluster > 1):
+            return make_ring_plan(machine, dtype, cols, ring, ragged, target_dtype, gradient, byte_dtype, options)
     schedule = None
     if gradient:
         schedule = _schedule.held(machine, vectors, 1, ENTRY_WORDS, ragged, _schedule.MEASURED_GRADIENT)
@@ -284,7 +306,34 @@ def make_forward_plan(
         slice_rows=schedule.threads * COUNT_UNROLL,
         denominator_kind=_denominator_kind(options.reduction, weighted, byte_dtype),
         gradient=gradient,
+        reports=options.reduction != "none",
+        keeps=False,
         constants=(cols, schedule.chunks(vectors), shared_bytes, *_numbers(options, cols)),
+    )
+
+
+def make_ring_plan(machine, dtype, cols, ring, ragged, target_dtype, gradient, byte_dtype, options):
+    """Compile a forward of the plain case with rings and prepare its launch."""
+    scalar = options.reduction != "none"
+    facts = {"target_bits": TARGET_BITS[target_dtype], "gradient": gradient, "scalar": scalar}
+    launch = compiled(
+        CrossEntropyRing,
+        (str(dtype), tuple(ring), ragged, *facts.items()),
+        lambda: CrossEntropyRing(DTYPES[dtype], ring, ragged, **facts),
+        forward_arguments,
+        machine.architecture,
+    )
+    vectors = most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged)
+    return ForwardPlan(
+        launch=launch,
+        schedule=ring,
+        most_blocks=machine.processors // ring.cluster * ring.cluster,
+        slice_rows=32 * TARGETS_UNROLL,
+        denominator_kind=_denominator_kind(options.reduction, False, byte_dtype),
+        gradient=gradient,
+        reports=True,
+        keeps=scalar,
+        constants=(cols, ring.chunks(vectors), ring.shared_bytes(), *_numbers(options, cols)),
     )
 
 

@@ -1,0 +1,720 @@
+"""Cross-entropy's forward where the GPU copies in bulk (compute capability 9.0 and later): the plain case, at its best.
+
+The warps that sum never ask for memory. A warp of its own, of which one thread runs, keeps a ring of chunks filled: it
+draws the number of the next row from a counter, and each chunk is one request. So what is in flight depends on the
+size of the ring alone, and not on what the other threads do. They take the chunks out as they come, and hold the row
+in registers until its sum is known: a chunk's place is free again as soon as it has been read, and the next row is on
+its way while this one's gradient is written.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from ._cross_entropy_rows import RowFacts
+from ._cross_entropy_total import (
+    DENOMINATOR_BYTES_32,
+    DENOMINATOR_BYTES_64,
+    NOTE_DONE,
+    WORKSPACE_DRAWN,
+    WORKSPACE_SUMS,
+    WORKSPACE_TEAMS_DONE,
+    CrossEntropyTotal,
+    Operands,
+)
+from ._device import (
+    LOWEST,
+    add,
+    add_64,
+    arrive,
+    arrive_and_expect,
+    barrier,
+    cluster_barrier,
+    cluster_barrier_of_threads,
+    copy_bulk,
+    divide,
+    draw,
+    exchange_add,
+    float_of,
+    from_first_lane,
+    larger,
+    load_element,
+    load_floats,
+    load_integer,
+    load_relaxed_64,
+    load_shared,
+    load_shared_word,
+    make_mbarrier,
+    named_barrier,
+    pack,
+    select_below,
+    select_words,
+    send,
+    show_mbarriers,
+    shuffle_xor_64,
+    smaller,
+    store_element,
+    store_float,
+    store_global,
+    store_shared_word,
+    store_word,
+    tree,
+    unpack,
+    wait_for,
+    warp_barrier,
+)
+from ._schedule import RING_ENTRY_WORDS, VECTOR_BYTES, Ring
+
+# Vectors of losses that a thread adds at a time at the end: nothing else runs then, and each step costs a latency.
+ROWS_UNROLL = 16
+
+# Of the workspace, words of 32 bits: the counter that slices of the targets are drawn from, and a word of 64 bits for
+# what is counted, with the number of slices that are in it above. In sectors of memory of their own.
+WORKSPACE_SLICES_DRAWN = 40
+WORKSPACE_COUNT = 48
+SLICES_SHIFT = 48
+MOST_RING_SLICES = 2**15 - 1
+# Targets of a slice that a lane counts at a time.
+TARGETS_UNROLL = 8
+
+# The note behind those of ``_cross_entropy_total``: the factor of the gradient.
+NOTE_FACTOR = 12
+
+
+class CrossEntropyRing(CrossEntropyTotal):
+    """Loss of every row, their sum and, with ``gradient``, the finished gradient: logits read once.
+
+    A block has ``groups`` of ``row_threads`` threads and as many warps that fetch; with a cluster of two each block has
+    half of a row. The losses are kept by row: which group takes a row is not known, and their sum keeps its order.
+
+    Compile-time facts as in ``CrossEntropyForward``; ``ring.held``: chunks of a row, where they are held.
+    """
+
+    smoothing = weighted = stats = shard = False
+    logits = "linear"
+
+    def __init__(self, dtype, ring: Ring, ragged: bool, *, target_bits: int, gradient: bool, scalar: bool):
+        super().__init__(dtype, ring, ragged, RING_ENTRY_WORDS)
+        self.target_bits = target_bits
+        self.gradient = gradient
+        self.scalar = scalar
+        self.held = ring.held
+        # Chunks at a row's end that may not be full: a row touches as many vectors as its place says, or one less.
+        self.end_chunks = 2 if ragged else 1
+        self.chunk_bytes = ring.chunk_bytes
+        self.sums = ring.entries_bytes(RING_ENTRY_WORDS)
+        # Of one group, by offset: the barrier objects of chunks that are full and of places that are empty, of the
+        # exchange, of numbers sent to the other block; then words: the row after a chunk's, and the numbers sent.
+        self.sent_places = ring.sent_places
+        self.full = 0
+        self.empty = self.full + 8 * self.stages
+        self.met = self.empty + 8 * self.stages
+        self.sent = self.met + 8 * 2
+        self.coming = self.sent + 8 * self.sent_places
+        self.numbers = self.coming + 4 * self.stages
+        self.control_bytes = ring.control_bytes
+
+    @cute.jit
+    def __call__(
+        self,
+        g_logits: Int64,  # (R, V)
+        logits_stride: Int64,
+        g_grad: Int64,  # (R, V), or null; its rows start as far into a vector as those of the logits
+        grad_stride: Int64,
+        g_target: Int64,  # (R,)
+        g_weight: Int64,  # null, as all else that only ``CrossEntropyForward`` has
+        g_bytes: Int64,  # (R,) int32 or int64, or null
+        g_items: Int64,  # (1,) float32, or null
+        g_loss: Int64,  # () or (R,) float32
+        g_lse: Int64,  # (R,) float32
+        g_denominator: Int64,  # (1,) float32, or null
+        g_z_loss: Int64,
+        g_prediction: Int64,
+        g_correct: Int64,
+        g_workspace: Int64,  # see ``_cross_entropy_total``
+        g_row_loss: Int64,  # (R,) float32 of whole vectors
+        rows: Int32,
+        grid: Int32,
+        slices: Int32,
+        denominator_kind: Int32,
+        items: Float32,
+        cols: Int32,
+        chunks: Int32,
+        shared_bytes: Int32,
+        ignore_index: Int64,
+        first_class: Int64,
+        total_classes: Int64,
+        label_smoothing: Float32,
+        z_loss: Float32,
+        logit_scale: Float32,
+        softcap: Float32,
+        stream,
+    ):
+        self.cross_entropy_ring_kernel(
+            g_logits, logits_stride, g_grad, grad_stride, g_target, g_bytes, g_items, g_loss, g_lse, g_denominator,
+            g_workspace, g_row_loss, rows, slices, denominator_kind, items, cols, chunks, ignore_index, z_loss,
+            logit_scale,
+        ).launch(
+            grid=[grid, 1, 1],
+            block=[self.threads, 1, 1],
+            cluster=[self.cluster, 1, 1] if self.cluster > 1 else None,
+            smem=shared_bytes,
+            stream=stream,
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=100,
+        )  # fmt: skip
+
+    @cute.kernel
+    def cross_entropy_ring_kernel(
+        self,
+        g_logits: Int64,
+        logits_stride: Int64,
+        g_grad: Int64,
+        grad_stride: Int64,
+        g_target: Int64,
+        g_bytes: Int64,
+        g_items: Int64,
+        g_loss: Int64,
+        g_lse: Int64,
+        g_denominator: Int64,
+        g_workspace: Int64,
+        g_row_loss: Int64,
+        rows: Int32,
+        slices: Int32,
+        denominator_kind: Int32,
+        items: Float32,
+        cols: Int32,
+        chunks: Int32,
+        ignore_index: Int64,
+        z_loss: Float32,
+        logit_scale: Float32,
+    ):
+        """One group of threads draws rows, sums each and writes its gradient; one thread more fetches them."""
+        fetches, group, thread = self.role()
+        rank = cute.arch.block_idx()[0] % self.cluster
+        s_memory = Int32(cute.arch.get_dyn_smem(Uint32, 128).toint())
+        s_scratch = s_memory + group * self.scratch_bytes
+        s_control = s_memory + self.groups * self.scratch_bytes + group * self.control_bytes
+        s_ring = s_memory + self.groups * (self.scratch_bytes + self.control_bytes)
+        s_ring = s_ring + group * (self.stages * self.chunk_bytes)
+        facts = self.row_facts(
+            cols, chunks, rank * self.row_threads + thread, thread, rank, s_scratch, Int64(0), Int64(0), Int64(cols),
+            Float32(0.0), z_loss, logit_scale, Float32(1.0),
+        )  # fmt: skip
+        it = Operands(
+            g_logits=g_logits,
+            logits_stride=logits_stride,
+            g_end=g_logits + (Int64(rows - 1) * logits_stride + Int64(cols)) * self.element_bytes,
+            g_grad=g_grad,
+            grad_stride=grad_stride,
+            g_target=g_target,
+            g_bytes=g_bytes,
+            g_items=g_items,
+            g_loss=g_loss,
+            g_lse=g_lse,
+            g_denominator=g_denominator,
+            g_z_loss=Int64(0),
+            g_prediction=Int64(0),
+            g_correct=Int64(0),
+            g_workspace=g_workspace,
+            g_row_loss=g_row_loss,
+            rows=rows,
+            row_step=self.teams(),
+            slices=slices,
+            denominator_kind=denominator_kind,
+            items=items,
+            ignore_index=ignore_index,
+            logit_scale=logit_scale,
+        )
+        self.make_barriers(s_memory + self.groups * self.scratch_bytes)
+        if fetches != 0:
+            if cute.arch.thread_idx()[0] % 32 == 0:
+                self.fetch_rows(facts, it, s_control, s_ring, self.team())
+        else:
+            self.take_rows(facts, it, s_control, s_ring + thread * VECTOR_BYTES, self.team())
+        if cutlass.const_expr(self.cluster > 1):
+            # A block must not end while the other may still send to it.
+            cluster_barrier_of_threads()
+
+    # Who does what
+
+    @cute.jit
+    def role(self):
+        """Whether this thread's warp fetches, the group that it belongs to, and its number there."""
+        workers = self.groups * self.row_threads
+        at = cute.arch.thread_idx()[0]
+        fetches = Int32(0)
+        group = at // self.row_threads
+        thread = at % self.row_threads
+        if at >= workers:
+            fetches = Int32(1)
+            group = (at - workers) // 32
+            thread = Int32(0)
+        return fetches, group, thread
+
+    @cute.jit
+    def make_barriers(self, s_control):
+        """One thread makes the barrier objects of all groups; then all may use them."""
+        if cute.arch.thread_idx()[0] == 0:
+            for group in cutlass.range_constexpr(self.groups):
+                s_group = s_control + group * self.control_bytes
+                for place in cutlass.range_constexpr(self.stages):
+                    make_mbarrier(s_group + self.full + 8 * place, 1)
+                    make_mbarrier(s_group + self.empty + 8 * place, self.warps)
+                for place in cutlass.range_constexpr(2):
+                    make_mbarrier(s_group + self.met + 8 * place, 1)
+                for place in cutlass.range_constexpr(self.sent_places):
+                    make_mbarrier(s_group + self.sent + 8 * place, 1)
+            show_mbarriers()
+        if cutlass.const_expr(self.cluster > 1):
+            cluster_barrier()
+        else:
+            barrier()
+
+    def team(self):
+        """The first rows go to the first group of each block, that few rows keep many processors busy."""
+        return self.role()[1] * (self.teams() // self.groups) + cute.arch.block_idx()[0] // self.cluster
+
+    def teams(self):
+        return cute.arch.grid_dim()[0] // self.cluster * self.groups
+
+    def team_thread(self):
+        return self.role()[2]
+
+    def team_threads(self):
+        return self.row_threads
+
+    def meet(self):
+        named_barrier(1 + self.role()[1], self.row_threads)
+
+    def exchange(self, s_scratch, turn, thread, rank, words):
+        """As in ``StagedRows``; ``turn`` goes from 0 to 3. Two blocks tell one another without a barrier of all."""
+        half = turn & 1
+        if self.cluster == 1:
+            return super().exchange(s_scratch, half, thread, rank, words)
+        lane = thread % 32
+        entries = self.warps * self.cluster
+        s_half = s_scratch + half * (entries * self.entry_bytes)
+        group = self.role()[1]
+        # The scratches of all groups come first, then what controls them.
+        s_met = (
+            s_scratch + (self.groups - group) * self.scratch_bytes + group * self.control_bytes + self.met + half * 8
+        )
+        s_mine = s_half + (rank * self.warps + thread // 32) * self.entry_bytes
+        send(s_mine, words, s_met, lane, lane < self.cluster)
+        self.expect_entries(s_met, thread)
+        wait_for(s_met, turn >> 1)
+        return [(lane + 32 * e, entries, s_half + (lane + 32 * e) * self.entry_bytes) for e in range(-(-entries // 32))]
+
+    def sum_block(self, s_scratch, thread, threads, value):
+        # Not where the other block may be sending its entries already.
+        return super().sum_block(s_scratch + self.sums, thread, threads, value)
+
+    @cute.jit
+    def expect_entries(self, s_met, thread):
+        if thread == 0:
+            arrive_and_expect(s_met, Int32(self.warps * self.cluster * self.entry_bytes))
+
+    # The thread that fetches
+
+    @cute.jit
+    def fetch_rows(self, facts: RowFacts, it: Operands, s_control, s_ring, first_row):
+        """Draw rows and fetch them, as fast as places become empty.
+
+        With a row's last chunk comes the number of the row after it. Of an ignored row there is one chunk, with nothing
+        in it; of the first row all, for to know would take as long as to fetch.
+        """
+        place = Int32(0)
+        parity = Int32(1)
+        sent_place = Int32(0)
+        sent_parity = Int32(0)
+        row = first_row
+        target = it.ignore_index + Int64(1)
+        while row < it.rows:
+            drawn = draw(it.g_workspace + WORKSPACE_DRAWN * 4, facts.rank == 0)
+            g_vectors, phase, vectors = self.span(it.g_logits, it.logits_stride, row, facts.cols)
+            low, high = self.inside(g_vectors, vectors, it.g_logits, it.g_end)
+            chunks = facts.chunks
+            if target == it.ignore_index:
+                chunks = Int32(1)
+                high = Int32(0)
+            coming = Int32(0)
+            for chunk in cutlass.range(chunks, unroll=1):
+                wait_for(s_control + self.empty + place * 8, parity)
+                if chunk == chunks - 1:
+                    coming = drawn + it.row_step
+                    if cutlass.const_expr(self.cluster > 1):
+                        coming = self.agree(facts, s_control, sent_place, sent_parity, coming)
+                        sent_place, sent_parity = self.behind(sent_place, sent_parity, self.sent_places)
+                    store_shared_word(s_control + self.coming + place * 4, coming)
+                self.fetch_chunk(
+                    facts, s_control + self.full + place * 8, s_ring + place * self.chunk_bytes, g_vectors, chunk,
+                    low, high,
+                )  # fmt: skip
+                place, parity = self.behind(place, parity, self.stages)
+            target = self.load_target(it.g_target, coming, coming < it.rows, it.ignore_index)
+            row = coming
+
+    @cute.jit
+    def behind(self, place, parity, places: cutlass.Constexpr):
+        """The place behind one, and the parity of its phase."""
+        place = place + 1
+        if place == places:
+            place = Int32(0)
+            parity = parity ^ 1
+        return place, parity
+
+    @cute.jit
+    def fetch_chunk(self, facts: RowFacts, s_full, s_chunk, g_vectors, chunk, low, high):
+        """Ask for the vectors of one chunk that are of [low, high)."""
+        # In one piece, unless another block's vectors lie between.
+        pieces = 1 if self.cluster == 1 else self.unroll
+        width = self.row_threads * self.unroll // pieces
+        starts, counts, begins = [], [], []
+        size = Int32(0)
+        for piece in cutlass.range_constexpr(pieces):
+            begin = (chunk * pieces + piece) * (width * self.cluster) + facts.rank * width
+            start = larger(begin, low)
+            count = larger(smaller(begin + width, high) - start, Int32(0))
+            begins.append(begin)
+            starts.append(start)
+            counts.append(count)
+            size = size + count * VECTOR_BYTES
+        arrive_and_expect(s_full, size)
+        for piece in cutlass.range_constexpr(pieces):
+            copy_bulk(
+                s_chunk + (piece * width + starts[piece] - begins[piece]) * VECTOR_BYTES,
+                g_vectors + Int64(starts[piece]) * VECTOR_BYTES,
+                counts[piece] * VECTOR_BYTES,
+                s_full,
+                counts[piece] > 0,
+            )
+
+    def agree(self, facts, s_control, place, parity, number):
+        """The number that the first block of the cluster has drawn."""
+        s_number = s_control + self.numbers + place * 4
+        s_sent = s_control + self.sent + place * 8
+        for block in range(self.cluster):
+            send(s_number, [number], s_sent, Int32(block), facts.rank == 0)
+        arrive_and_expect(s_sent, Int32(4))
+        wait_for(s_sent, parity)
+        return load_shared_word(s_number)
+
+    # The threads that sum
+
+    @cute.jit
+    def take_rows(self, facts: RowFacts, it: Operands, s_control, s_ring, first_row):
+        """Sum each row as it comes, write its gradient, and leave the end to the team that is done last."""
+        target = self.load_target(it.g_target, first_row, first_row < it.rows, it.ignore_index)
+        if cutlass.const_expr(self.scalar):
+            self.count_slices(facts, it)
+        if first_row >= it.rows:
+            self.announce(facts, it)
+        row = first_row
+        place = Int32(0)
+        parity = Int32(0)
+        turn = Int32(0)
+        while row < it.rows:
+            coming = Int32(0)
+            if (target != it.ignore_index) | (row == first_row):
+                place, parity, turn, coming = self.take_row(
+                    facts, it, s_control, s_ring, row, row == first_row, target, place, parity, turn
+                )
+            else:
+                place, parity, turn, coming = self.pass_row(facts, it, s_control, row, place, parity, turn)
+            target = self.load_target(it.g_target, coming, coming < it.rows, it.ignore_index)
+            row = coming
+        self.finish_sum(facts, it)
+
+    @cute.jit
+    def take_row(self, facts, it, s_control, s_ring, row, is_first, target, place, parity, turn):
+        g_vectors, phase, vectors = self.span(it.g_logits, it.logits_stride, row, facts.cols)
+        live = Int32(target != it.ignore_index)
+        y = self.column(facts, target)
+        x_y = self.target_logit(g_vectors, phase, y, facts.cols)
+        held = []
+        if cutlass.const_expr(self.gradient):
+            highest, total, coming, place, parity, held = self.hold_row(
+                facts, it, s_control, s_ring, g_vectors, phase, vectors, place, parity
+            )
+        else:
+            highest, total, coming, place, parity = self.stream_row(
+                facts, it, s_control, s_ring, g_vectors, phase, vectors, place, parity
+            )
+        if cutlass.const_expr(self.gradient):
+            # Before the exchange: after it all have the note, and a cluster may be done with the workspace.
+            if is_first:
+                self.note_factor(facts, it)
+        highest, total, _, _ = self.reduce_row(
+            facts.s_scratch, turn, facts.thread, facts.rank, facts.power, highest, total
+        )
+        loss, _, lse, pull = self.row_loss(
+            facts, Int64(y), y, x_y, Float32(1.0), highest, total, Float32(0.0), Float32(0.0)
+        )
+        if live == 0:
+            loss = Float32(0.0)
+            lse = Float32(0.0)
+        self.keep(facts, it, row, coming, loss, lse)
+        if cutlass.const_expr(self.gradient):
+            g_out, out_phase, out_vectors = self.span(it.g_grad, it.grad_stride, row, facts.cols)
+            if live != 0:
+                scale = load_element(Float32, facts.s_scratch + self.notes + NOTE_FACTOR, "shared")
+                self.write_held(facts, held, g_out, phase, vectors, y, x_y, highest, divide(pull * scale, total), scale)
+            else:
+                self.write_zeros(g_out, phase, vectors, facts.first, facts.chunks, facts.cols)
+        return place, parity, (turn + 1) & 3, coming
+
+    @cute.jit
+    def note_factor(self, facts, it):
+        """The factor of the gradient, for the group."""
+        if facts.thread == 0:
+            factor = divide(it.logit_scale, self.denominator(facts, it))
+            store_element(Float32, facts.s_scratch + self.notes + NOTE_FACTOR, factor, "shared")
+
+    @cute.jit
+    def pass_row(self, facts, it, s_control, row, place, parity, turn):
+        """An ignored row: its only chunk says which row is next."""
+        wait_for(s_control + self.full + place * 8, parity)
+        coming = load_shared_word(s_control + self.coming + place * 4)
+        self.release(s_control, place)
+        place, parity = self.behind(place, parity, self.stages)
+        if cutlass.const_expr(self.cluster > 1):
+            # Neither block may be more than a row ahead of the other, or numbers that were sent could be overwritten.
+            self.exchange(facts.s_scratch, turn, facts.thread, facts.rank, [Float32(0.0), Float32(0.0)])
+            turn = (turn + 1) & 3
+        self.keep(facts, it, row, coming, Float32(0.0), Float32(0.0))
+        if cutlass.const_expr(self.gradient):
+            g_out, phase, vectors = self.span(it.g_grad, it.grad_stride, row, facts.cols)
+            self.write_zeros(g_out, phase, vectors, facts.first, facts.chunks, facts.cols)
+        return place, parity, turn, coming
+
+    @cute.jit
+    def release(self, s_control, place):
+        """A warp has read what is at a place."""
+        warp_barrier()
+        if cute.arch.thread_idx()[0] % 32 == 0:
+            arrive(s_control + self.empty + place * 8)
+
+    @cute.jit
+    def keep(self, facts, it, row, coming, loss, lse):
+        """Store what is known of a row; before its gradient, since to announce waits for what the thread has stored."""
+        if facts.first == 0:
+            store_float(it.g_lse + Int64(row) * 4, lse)
+            if cutlass.const_expr(self.scalar):
+                store_float(it.g_row_loss + Int64(row) * 4, loss)
+            else:
+                store_float(it.g_loss + Int64(row) * 4, loss)
+        if coming >= it.rows:
+            self.announce(facts, it)
+
+    @cute.jit
+    def hold_row(self, facts, it, s_control, s_ring, g_vectors, phase, vectors, place, parity):
+        """This thread's part of a row's sums, and its vectors."""
+        highest = Float32(LOWEST)
+        total = Float32(0.0)
+        coming = Int32(0)
+        held = []
+        for chunk in cutlass.range_constexpr(self.held):
+            at_start = chunk == 0
+            at_end = chunk >= self.held - self.end_chunks
+            words, coming, place, parity = self.take_chunk(s_control, s_ring, place, parity, chunk == self.held - 1)
+            words = self.with_edges(facts, it, words, g_vectors, Int32(chunk), phase, vectors, at_start, at_end)
+            t = self.elements_of_row(facts, words, Int32(chunk), phase, vectors, at_start, at_end)
+            highest, total = self.absorb_values(t, facts.power, highest, total)
+            held = held + words
+        return highest, total, coming, place, parity, held
+
+    @cute.jit
+    def stream_row(self, facts, it, s_control, s_ring, g_vectors, phase, vectors, place, parity):
+        """This thread's part of a row's sums."""
+        highest = Float32(LOWEST)
+        total = Float32(0.0)
+        coming = Int32(0)
+        # A loop for each kind of chunk: in one, the compiler runs the code of both kinds for each chunk.
+        head = 1 if self.ragged else 0
+        tail = larger(facts.chunks - self.end_chunks, Int32(head))
+        if cutlass.const_expr(self.ragged):
+            highest, total, coming, place, parity = self.stream_chunk(
+                facts, it, s_control, s_ring, g_vectors, Int32(0), phase, vectors, True, highest, total, place, parity
+            )
+        for chunk in cutlass.range(head, tail, unroll=1):
+            highest, total, coming, place, parity = self.stream_chunk(
+                facts, it, s_control, s_ring, g_vectors, chunk, phase, vectors, False, highest, total, place, parity
+            )
+        for chunk in cutlass.range(tail, facts.chunks, unroll=1):
+            highest, total, coming, place, parity = self.stream_chunk(
+                facts, it, s_control, s_ring, g_vectors, chunk, phase, vectors, True, highest, total, place, parity
+            )
+        return highest, total, coming, place, parity
+
+    @cute.jit
+    def stream_chunk(
+        self, facts, it, s_control, s_ring, g_vectors, chunk, phase, vectors, at_edge: cutlass.Constexpr,
+        highest, total, place, parity,
+    ):  # fmt: skip
+        words, coming, place, parity = self.take_chunk(s_control, s_ring, place, parity, at_edge)
+        words = self.with_edges(facts, it, words, g_vectors, chunk, phase, vectors, at_edge, at_edge)
+        t = self.elements_of_row(facts, words, chunk, phase, vectors, at_edge, at_edge)
+        highest, total = self.absorb_values(t, facts.power, highest, total)
+        return highest, total, coming, place, parity
+
+    @cute.jit
+    def take_chunk(self, s_control, s_ring, place, parity, is_last: cutlass.Constexpr):
+        """This thread's vectors of the chunk that comes next; with the row's last the number of the row after it."""
+        wait_for(s_control + self.full + place * 8, parity)
+        words = [load_shared(self.slot(s_ring + place * self.chunk_bytes, u)) for u in range(self.unroll)]
+        coming = Int32(0)
+        if cutlass.const_expr(is_last):
+            coming = load_shared_word(s_control + self.coming + place * 4)
+        self.release(s_control, place)
+        place, parity = self.behind(place, parity, self.stages)
+        return words, coming, place, parity
+
+    @cute.jit
+    def with_edges(
+        self, facts, it, chunk_words, g_vectors, chunk, phase, vectors,
+        at_start: cutlass.Constexpr, at_end: cutlass.Constexpr,
+    ):  # fmt: skip
+        """With the vectors that reach beyond the tensor's memory, as only its first and last rows have them."""
+        whole = []
+        for u in cutlass.range_constexpr(self.unroll):
+            a, b, c, d = chunk_words[u]
+            if cutlass.const_expr(self.ragged and (at_end or (at_start and u == 0))):
+                low, high = self.inside(g_vectors, vectors, it.g_logits, it.g_end)
+                vector = self.vector(facts.first, chunk * self.unroll + u)
+                if (vector < low) | ((vector >= high) & (vector < vectors)):
+                    a, b, c, d = pack(self.dtype, self.load_edge(g_vectors, vector, phase, facts.cols))
+            whole.append([a, b, c, d])
+        return whole
+
+    def elements_of_row(self, facts, chunk_words, chunk, phase, vectors, at_start, at_end):
+        """A chunk's elements, -inf for those that are not of the row."""
+        elements = []
+        for u, words in enumerate(chunk_words):
+            vector = self.vector(facts.first, chunk * self.unroll + u)
+            if self.ragged and (at_end or (at_start and u == 0)):
+                col = vector * self.width - phase
+                elements += [
+                    select_below(col + lane, facts.cols, x, Float32(float("-inf")))
+                    for lane, x in enumerate(unpack(self.dtype, words))
+                ]
+            elif at_end:
+                elements += unpack(self.dtype, select_words(vector < vectors, words, self.lowest()))
+            else:
+                elements += unpack(self.dtype, words)
+        return elements
+
+    @cute.jit
+    def write_held(self, facts, held, g_out, phase, vectors, y, x_y, highest, pull, scale):
+        """Write the gradient of the row that is held: pull * 2**((t - highest) * power) - scale * [c = y]."""
+        g_thread = g_out + Int64(facts.first) * VECTOR_BYTES
+        for index in cutlass.range_constexpr(len(held)):
+            vector = self.vector(facts.first, Int32(index))
+            # A branch, also where it is always taken: otherwise the compiler computes all vectors before it stores the
+            # first, and the stores of a row come all at once.
+            if vector < vectors:
+                values = self.gradient_values(
+                    facts, unpack(self.dtype, held[index]), vector * self.width - phase, highest, pull, scale
+                )
+                whole = self.whole(vector, phase, vectors, facts.cols)
+                store_global(g_thread + index * self.step * VECTOR_BYTES, pack(self.dtype, values), whole)
+                at_end = index >= len(held) - self.end_chunks * self.unroll
+                if cutlass.const_expr(self.ragged and (at_end or index == 0)):
+                    if not whole:
+                        self.store_edge(g_out, vector, phase, facts.cols, values)
+        # The thread that stored the target's vector stores the target once more: its two stores keep their order.
+        if (y < facts.cols) & self.owns(facts.first, (phase + y) // self.width):
+            self.target_gradient(facts, y, x_y, Float32(1.0), g_out, phase, highest, pull, scale)
+
+    # The denominator
+
+    @cute.jit
+    def count_slices(self, facts: RowFacts, it: Operands):
+        """Draw slices of the targets and count what is not ignored, as long as there are any; by the team's first warp.
+
+        So who waits for the result waits for warps that run. It is one word, and whole numbers: their sum is the same
+        in any order.
+        """
+        if self.counted(it) & (facts.rank == 0) & (facts.thread < 32):
+            lane = facts.thread
+            number = from_first_lane(draw(it.g_workspace + WORKSPACE_SLICES_DRAWN * 4, lane == 0))
+            while number < it.slices:
+                drawn = draw(it.g_workspace + WORKSPACE_SLICES_DRAWN * 4, lane == 0)
+                total = Int64(0)
+                step = it.slices * 32
+                for start in cutlass.range(number * 32 + lane, it.rows, step * TARGETS_UNROLL, unroll=1):
+                    targets = []
+                    for u in cutlass.range_constexpr(TARGETS_UNROLL):
+                        row = start + u * step
+                        targets.append(self.load_target(it.g_target, row, row < it.rows, it.ignore_index))
+                    for u in cutlass.range_constexpr(TARGETS_UNROLL):
+                        if targets[u] != it.ignore_index:
+                            total = total + self.whole_share(it, start + u * step)
+                for distance in (16, 8, 4, 2, 1):
+                    total = total + shuffle_xor_64(total, distance)
+                if lane == 0:
+                    add_64(it.g_workspace + WORKSPACE_COUNT * 4, total + (Int64(1) << SLICES_SHIFT))
+                number = from_first_lane(drawn)
+
+    @cute.jit
+    def whole_share(self, it: Operands, row):
+        """What a row that is not ignored adds to a counted denominator."""
+        value = Int64(1)
+        if it.denominator_kind == DENOMINATOR_BYTES_32:
+            value = load_integer(32, it.g_bytes + Int64(row) * 4)
+        if it.denominator_kind == DENOMINATOR_BYTES_64:
+            value = load_integer(64, it.g_bytes + Int64(row) * 8)
+        return value
+
+    @cute.jit
+    def denominator(self, facts: RowFacts, it: Operands):
+        """What the sum is divided by, once all slices have been counted; for one thread."""
+        value = Float32(1.0)
+        if self.counted(it):
+            word = load_relaxed_64(it.g_workspace + WORKSPACE_COUNT * 4)
+            while (word >> SLICES_SHIFT) < Int64(it.slices):
+                word = load_relaxed_64(it.g_workspace + WORKSPACE_COUNT * 4)
+            value = float_of(word - (Int64(it.slices) << SLICES_SHIFT))
+        return self.or_given(it, value)
+
+    # The sum over all rows
+
+    @cute.jit
+    def announce(self, facts: RowFacts, it: Operands):
+        """Note how many teams were done before."""
+        if facts.first == 0:
+            done_before = exchange_add(it.g_workspace + WORKSPACE_TEAMS_DONE * 4, Int32(1))
+            store_shared_word(facts.s_scratch + self.notes + NOTE_DONE, done_before)
+
+    @cute.jit
+    def finish_sum(self, facts: RowFacts, it: Operands):
+        """The team that is done last adds the losses up, and leaves the workspace at 0."""
+        if facts.rank == 0:
+            self.meet()
+            if load_shared_word(facts.s_scratch + self.notes + NOTE_DONE) == self.teams() - 1:
+                if cutlass.const_expr(self.scalar):
+                    denominator = Float32(1.0)
+                    if facts.thread == 0:
+                        denominator = self.denominator(facts, it)
+                    # The group meets here: nobody resets the workspace before the denominator has been read.
+                    loss = self.sum_rows(facts, it)
+                    if facts.thread == 0:
+                        store_float(it.g_loss, divide(loss, denominator))
+                        if it.g_denominator != 0:
+                            store_float(it.g_denominator, denominator)
+                if facts.thread < WORKSPACE_SUMS:
+                    store_word(it.g_workspace + Int64(facts.thread) * 4, Int32(0))
+
+    @cute.jit
+    def sum_rows(self, facts: RowFacts, it: Operands):
+        """The sum of the rows' losses, in an order that depends on nothing but how many there are."""
+        value = Float32(0.0)
+        for start in cutlass.range(4 * facts.thread, it.rows, 4 * self.row_threads * ROWS_UNROLL, unroll=1):
+            sums = []
+            for u in cutlass.range_constexpr(ROWS_UNROLL):
+                row = start + 4 * u * self.row_threads
+                losses = load_floats(it.g_row_loss + Int64(row) * 4, row < it.rows)
+                sums = sums + [select_below(row + i, it.rows, losses[i], Float32(0.0)) for i in range(4)]
+            value = value + tree(sums, add)
+        return self.sum_block(facts.s_scratch, facts.thread, self.row_threads, value)
