@@ -44,7 +44,7 @@ class Model(_cross_entropy_forward.CrossEntropyForward):
             stats=False, shard=False, **facts,
         )  # fmt: skip
 
-    def reduce_row(self, s_scratch, parity, thread, rank, power, highest, total, sums, best, word):
+    def reduce_row(self, s_scratch, parity, thread, rank, power, highest, total, sums, best):
         return highest, total, sums, best
 
     def first_column(self, first, phase, cols):

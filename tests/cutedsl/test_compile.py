@@ -69,16 +69,36 @@ def test_forward_with_gradient(machine, variant):
     assert plan.most_blocks % schedule.cluster == 0
 
 
-@pytest.mark.parametrize(
-    ("capability", "schedule", "variant"),
-    [
-        ((8, 0), _schedule.Schedule(512, 512, 1, 1, 2, 2, draws=True), (BF16, 32000, 64, True, False, False, "linear")),
-        ((9, 0), _schedule.Schedule(256, 256, 2, 1, 2, 4, draws=True), (BF16, 50257, 32, True, True, True, "softcap")),
-    ],
-    ids=["a block", "a cluster"],
-)
-def test_forward_that_draws_its_rows(capability, schedule, variant):
-    make_forward(_schedule.machine(capability, 132), (*variant, False), schedule, True)
+# dtype, classes, bits of a target, scalar, gradient
+RINGS = [
+    (BF16, 32000, 64, True, True),
+    (FP16, 8192, 32, True, True),
+    (BF16, 50257, 8, True, True),
+    (BF16, 128256, 64, True, True),
+    (FP32, 50257, 64, True, True),
+    (BF16, 50257, 64, True, False),
+    (FP16, 151936, 64, False, False),
+]
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("variant", RINGS)
+def test_forward_with_rings(capability, variant):
+    dtype, cols, target_bits, scalar, gradient = variant
+    machine = _schedule.machine(capability, 132)
+    vectors, ragged = shape(cols, dtype)
+    ring = _schedule.ring(machine, vectors, gradient)
+    if ring is None:
+        assert capability == (12, 0), "the ring takes more shared memory than there is, or a cluster"
+        return
+    plan = cross_entropy.make_ring_plan(
+        machine, dtype, cols, ring, ragged, TARGETS[target_bits], gradient, None,
+        options(False, "linear", "mean" if scalar else "none"),
+    )  # fmt: skip
+    assert callable(plan.launch)
+    assert plan.constants[:3] == (cols, ring.chunks(vectors), ring.shared_bytes())
+    assert ring.shared_bytes() <= machine.block_bytes
+    assert not gradient or ring.held == ring.chunks(vectors)
 
 
 @on_every_architecture(

@@ -96,7 +96,7 @@ def test_prepared_calls_launch_what_calls_launch(launches, gradient, reduction, 
     loss, results = prepared.forward(logits, target, grad)
     result = cross_entropy.forward(logits, target, None, None, None, options, grad=grad, stats=False)
     one, other = launches
-    allocated = {8, 9, 10, 14}  # loss, lse and denominator; the workspace
+    allocated = {8, 9, 10, 14, 15}  # loss, lse and denominator; the workspace, and losses of rows
     assert [value for i, value in enumerate(one[1]) if i not in allocated] == [
         value for i, value in enumerate(other[1]) if i not in allocated
     ]
@@ -118,12 +118,14 @@ def test_prepared_calls_launch_what_calls_launch(launches, gradient, reduction, 
 
 @pytest.mark.parametrize("rows", range(1, 10))
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_losses_of_drawn_rows_lie_in_whole_vectors_behind_all_else(launches, monkeypatch, reduction, rows):
-    schedule = _schedule.Schedule(128, 128, 1, 1, 2, 4, draws=True)
-    monkeypatch.setattr(_schedule, "held", lambda *facts: schedule)
-    logits, target, *_ = operands(rows, 8, reduction)
+@pytest.mark.parametrize("gradient", [True, False])
+def test_losses_that_are_kept_lie_in_whole_vectors_behind_all_else(launches, reduction, rows, gradient):
+    cols = 32000
+    logits, target, *_ = operands(rows, cols, reduction)
     grad, options = torch.zeros_like(logits), CrossEntropyOptions(reduction=reduction)
-    prepared = cross_entropy.prepare(logits.device, logits.dtype, target.dtype, rows, 8, 8, 0, options, gradient=True)
+    prepared = cross_entropy.prepare(
+        logits.device, logits.dtype, target.dtype, rows, cols, cols, 0, options, gradient=gradient
+    )
     _, results = prepared.forward(logits, target, grad)
     _, values = launches[-1]
     lse, denominator, row_loss = values[9], values[10], values[15]
@@ -131,7 +133,7 @@ def test_losses_of_drawn_rows_lie_in_whole_vectors_behind_all_else(launches, mon
     assert row_loss >= max(lse + 4 * rows, denominator + 4)
     assert (row_loss - lse) % 16 == 0
     assert row_loss + 16 * -(-rows // 4) <= lse + results.nbytes
-    cross_entropy.forward(logits, target, None, None, None, options, grad=grad, stats=False)
+    cross_entropy.forward(logits, target, None, None, None, options, grad=grad if gradient else None, stats=False)
     assert launches[-1][1][15] != 0
 
 

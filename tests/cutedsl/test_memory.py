@@ -134,7 +134,6 @@ class Memory:
             "fma": lambda a, b, c: 1.0,
             "log2": lambda x: 1.0,
             "cluster_barrier": lambda: None,
-            "draw": lambda g, wanted: 0,
         }  # fmt: skip
 
 

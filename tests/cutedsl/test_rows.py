@@ -13,7 +13,6 @@ from cutlass import BFloat16
 from loss_cutedsl import _cross_entropy_forward, _cross_entropy_rows, _schedule
 
 IGNORED = -100
-ROW_LOSSES = 10**9
 CHUNKS = 3
 
 
@@ -90,10 +89,6 @@ class Model(_cross_entropy_forward.CrossEntropyForward):
         self.parities.append(int(parity))
         return sums
 
-    def tell(self, s_scratch, parity, thread, rank, word):
-        self.parities.append(int(parity))
-        return word
-
     def row_loss(self, facts, target, *rest):
         assert self.read[-1][0] == self.of_target, "the target's logit and the sums are of one row"
         assert target == self.targets[self.of_target]
@@ -123,18 +118,16 @@ class Model(_cross_entropy_forward.CrossEntropyForward):
 def run(monkeypatch, schedule, rows, order, gradient, ignored):
     """All blocks, one after the other, and the addresses that floats were stored to."""
     targets = [IGNORED if row in ignored else 7 for row in range(rows)]
-    stored, counter, done = [], itertools.count(), []
+    stored, done = [], []
     module = _cross_entropy_forward
     it = module.Operands(**dict.fromkeys(module.Operands._fields, 0))
-    it = it._replace(rows=rows, row_step=len(order), ignore_index=IGNORED, g_row_loss=ROW_LOSSES)
+    it = it._replace(rows=rows, row_step=len(order), ignore_index=IGNORED)
     facts = _cross_entropy_rows.RowFacts(**dict.fromkeys(_cross_entropy_rows.RowFacts._fields, 0))
     facts = facts._replace(cols=8, chunks=1 if gradient else CHUNKS)
     in_python = {
         "cutlass": SimpleNamespace(
             const_expr=bool, range_constexpr=range, range=lambda *bounds, unroll: range(*map(int, bounds))
         ),
-        "draw": lambda g_counter, wanted: next(counter) if wanted else 0,
-        "from_first_lane": lambda value: value,
         "divide": lambda a, b: 1.0,
         "store_float": lambda g_address, value: stored.append(int(g_address)),
     }
@@ -159,20 +152,17 @@ ROWS = [(1, 1), (3, 3), (4, 3), (6, 3), (7, 3), (29, 3), (9, 1)]
 
 @pytest.mark.parametrize("ignored", ["none", "all", "the first", "every third"])
 @pytest.mark.parametrize(("rows", "blocks"), ROWS)
-@pytest.mark.parametrize(
-    ("form", "stages"), [("drawn", 1), ("held", 1), ("held", 2), ("held", 3), ("streamed", 3), ("streamed", 4)]
-)
+@pytest.mark.parametrize(("form", "stages"), [("held", 1), ("held", 2), ("held", 3), ("streamed", 3), ("streamed", 4)])
 def test_every_row_is_taken_once_and_from_its_own_copy(monkeypatch, form, stages, rows, blocks, ignored):
     gradient = form != "streamed"
-    schedule = _schedule.Schedule(64, 64, 1, stages, 1, 1, draws=form == "drawn")
+    schedule = _schedule.Schedule(64, 64, 1, stages, 1, 1)
     ignored = {"none": [], "all": range(rows), "the first": range(blocks), "every third": range(0, rows, 3)}[ignored]
     chunks = range(1 if gradient else CHUNKS)
     for order in (range(blocks), range(blocks)[::-1]):
         done, stored = run(monkeypatch, schedule, rows, order, gradient, ignored)
         read = [content for model in done for content in model.read]
         assert sorted(read) == [(row, chunk) for row in range(rows) if row not in ignored for chunk in chunks]
-        places = [base + 4 * row for base in (0, ROW_LOSSES)[: 1 + (form == "drawn")] for row in range(rows)]
-        assert sorted(stored) == places, "an lse for each row, and its loss where rows are drawn"
+        assert sorted(stored) == [4 * row for row in range(rows)], "an lse for each row"
         for model in done:
             # A warp that is a row ahead writes to the other half of the scratch.
             assert all(one != after for one, after in itertools.pairwise(model.parities))

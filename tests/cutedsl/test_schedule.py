@@ -13,8 +13,8 @@ from cutlass import BFloat16
 from loss_cutedsl import (
     _cross_entropy_backward,
     _cross_entropy_forward,
-    _cross_entropy_rows,
-    _device,
+    _cross_entropy_ring,
+    _cross_entropy_total,
     _schedule,
     softmax,
 )
@@ -142,15 +142,53 @@ def test_few_rows_a_block_are_for_two_waves_and_more():
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 1320])
 def test_workspace_has_room_for_the_counters_and_for_every_sum_of_every_block(blocks):
-    forward = _cross_entropy_forward
-    counters = {forward.WORKSPACE_SLICES_DONE, forward.WORKSPACE_BLOCKS_DONE, forward.WORKSPACE_DRAWN}
-    assert len(counters) == 3
+    forward, total = _cross_entropy_forward, _cross_entropy_total
+    counters = {forward.WORKSPACE_SLICES_DONE, total.WORKSPACE_DONE}
+    assert len(counters) == 2
     assert min(counters) >= forward.MOST_SLICES
-    assert max(counters) < forward.WORKSPACE_SUMS
-    assert 2 * forward.workspace_words(blocks) >= forward.WORKSPACE_SUMS + forward.MOST_SUMS * blocks
-    notes = {forward.NOTE_COUNTED, forward.NOTE_DENOMINATOR, forward.NOTE_DONE}
+    assert max(counters) < total.WORKSPACE_SUMS
+    assert 2 * forward.workspace_words(blocks) >= total.WORKSPACE_SUMS + forward.MOST_SUMS * blocks
+    notes = {forward.NOTE_COUNTED, forward.NOTE_DENOMINATOR, total.NOTE_DONE}
     assert len(notes) == 3
     assert max(notes) + 4 <= _schedule.NOTE_BYTES
+
+
+def test_workspace_of_rings_has_each_counter_in_a_sector_of_its_own():
+    ring, total = _cross_entropy_ring, _cross_entropy_total
+    counters = [ring.WORKSPACE_SLICES_DRAWN, ring.WORKSPACE_COUNT, ring.WORKSPACE_DRAWN, total.WORKSPACE_DONE]
+    assert len({counter // 8 for counter in counters}) == 4
+    assert ring.WORKSPACE_COUNT % 2 == 0
+    assert max(counters) + 2 <= total.WORKSPACE_SUMS == 2 * ring.WORKSPACE_WORDS
+    assert total.NOTE_DONE != ring.NOTE_FACTOR <= _schedule.NOTE_BYTES - 4
+    # What is counted and the number of slices share a word.
+    assert ring.MOST_RING_SLICES < 2 ** (63 - ring.SLICES_SHIFT)
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_rings_fit_and_take_every_vector_of_a_row(capability, gradient):
+    machine = _schedule.machine(capability, 132)
+    found = 0
+    for vectors in range(1, 20000, 7):
+        ring = _schedule.ring(machine, vectors, gradient)
+        if ring is None:
+            continue
+        found += 1
+        assert machine.bulk
+        assert machine.clusters or ring.cluster == 1
+        assert ring.shared_bytes() <= machine.block_bytes
+        assert ring.threads <= 1024
+        assert ring.row_threads % 32 == 0
+        # The thread that zeroes the workspace's last counter is one of the group.
+        assert ring.row_threads >= 64
+        each = ring.row_threads * ring.cluster * ring.unroll
+        if gradient:
+            assert (ring.held - 1) * each < vectors <= ring.held * each
+            assert 4 * ring.unroll * ring.held <= 80, "registers of a thread"
+        else:
+            assert ring.held == 0
+    # Of 12.0 only the rings of narrow rows have room.
+    assert (found > 0) == (machine.bulk and (gradient or machine.block_bytes > 100 * 1024))
 
 
 def test_the_kernel_that_adds_up_weights_has_a_word_per_warp():

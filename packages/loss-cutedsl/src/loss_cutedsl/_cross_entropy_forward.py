@@ -9,10 +9,12 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ._cross_entropy_rows import ENTRY_WORDS, RowFacts
 from ._cross_entropy_total import (
+    DENOMINATOR_BYTES_32,
+    DENOMINATOR_BYTES_64,
+    DENOMINATOR_WEIGHTS,
     NOTE_DONE,
-    SUMS_UNROLL,
+    WORKSPACE_DONE,
     WORKSPACE_SUMS,
-    WORKSPACE_TEAMS_DONE,
     CrossEntropyTotal,
     Operands,
 )
@@ -20,13 +22,16 @@ from ._device import (
     LOWEST,
     above,
     add,
+    add_release,
     barrier,
     cluster_barrier,
     commit,
     divide,
     exchange_add,
+    load_acquire,
     load_element,
     load_float_below,
+    load_integer,
     load_relaxed_below,
     load_shared,
     load_shared_word,
@@ -45,8 +50,32 @@ from ._device import (
     tree,
     unpack,
     wait,
+    warp_barrier,
+    warp_reduce,
 )
 from ._schedule import VECTOR_BYTES, Schedule
+
+# With the gradient, the denominator is counted in slices: at most one a lane of a warp, and so many targets of each a
+# thread at a time.
+MOST_SLICES = 32
+COUNT_UNROLL = 4
+# How often a block looks for slices that others count before it counts them itself. A look takes about a microsecond.
+LOOKS = 32
+
+# The workspace: the slices' sums, and how many there are; and from ``WORKSPACE_SUMS`` on what the blocks add up: their
+# losses, without a gradient their shares of the denominator, and with statistics their z-loss parts.
+WORKSPACE_SLICES_DONE = MOST_SLICES
+MOST_SUMS = 3
+SUMS_UNROLL = 8
+
+# The notes: whether all slices had been counted, and what they add up to.
+NOTE_COUNTED = 0
+NOTE_DENOMINATOR = 4
+
+
+def workspace_words(blocks: int) -> int:
+    """64-bit words of the workspace for a grid of that many blocks (clusters count as one)."""
+    return (WORKSPACE_SUMS + MOST_SUMS * blocks + 1) // 2
 
 
 class Cursor(NamedTuple):
@@ -74,8 +103,11 @@ class CrossEntropyForward(CrossEntropyTotal):
     starts the next row's copies while it writes the gradient of this one. Without: a stage is a chunk of a row, and
     nothing is held, so that rows of any length stream through.
 
-    With the gradient each block asks for the denominator; without, only the end needs it, and each block counts its own
-    rows. The sum of the losses is left to the block that is done last.
+    The gradient needs the denominator before its first element is written. The first blocks count a slice of the
+    targets each while their first rows are on the way; the others look for the result a bounded number of times and
+    then count for themselves, so that no block waits for one that may not be running. Either way gives the same bits.
+    Without a gradient only the end needs it, and each block counts its own rows. The sum of the losses is left to the
+    block that is done last.
     """
 
     def __init__(
@@ -277,6 +309,82 @@ class CrossEntropyForward(CrossEntropyTotal):
             loss_sum, z_sum, count = self.streamed_rows(facts, it, s_slots, first_row, target, cursor)
         if cutlass.const_expr(self.scalar):
             self.finish_sum(facts, it, loss_sum, z_sum, count, denominator)
+
+    # Denominator
+
+    @cute.jit
+    def count_slice(self, facts: RowFacts, it: Operands):
+        """Count one slice, if this block is one of those that count, and announce it.
+
+        Only blocks that also report to ``finish_sum`` count: the slices are complete before they are reset.
+        """
+        number = cute.arch.block_idx()[0] // self.cluster
+        if self.counted(it) & (facts.rank == 0) & (number < it.slices):
+            total = self.slice_sum(facts, it, number)
+            if cute.arch.thread_idx()[0] == 0:
+                store_float(it.g_workspace + Int64(number) * 4, total)
+                add_release(it.g_workspace + WORKSPACE_SLICES_DONE * 4, Int32(1))
+
+    @cute.jit
+    def slice_sum(self, facts: RowFacts, it: Operands, number: Int32):
+        """Rows, weights or bytes of a slice's rows that are not ignored; the same bits whichever block adds them."""
+        thread = cute.arch.thread_idx()[0]
+        step = it.slices * self.threads
+        total = Float32(0.0)
+        for start in cutlass.range(number * self.threads + thread, it.rows, step * COUNT_UNROLL, unroll=1):
+            targets = []
+            for u in cutlass.range_constexpr(COUNT_UNROLL):
+                row = start + u * step
+                targets.append(self.load_target(it.g_target, row, row < it.rows, it.ignore_index))
+            for u in cutlass.range_constexpr(COUNT_UNROLL):
+                target = targets[u]
+                if target != it.ignore_index:
+                    w_y = self.target_weight(facts.g_weight, self.column(facts, target), facts.cols)
+                    total = total + self.share_of_denominator(it, start + u * step, w_y)
+        return self.sum_block(facts.s_scratch, thread, self.threads, total)
+
+    @cute.jit
+    def share_of_denominator(self, it: Operands, row: Int32, w_y: Float32):
+        """What a row that is not ignored adds to a counted denominator."""
+        value = Float32(1.0)
+        if cutlass.const_expr(self.weighted):
+            if it.denominator_kind == DENOMINATOR_WEIGHTS:
+                value = w_y
+        if it.denominator_kind == DENOMINATOR_BYTES_32:
+            value = Float32(load_integer(32, it.g_bytes + Int64(row) * 4))
+        if it.denominator_kind == DENOMINATOR_BYTES_64:
+            value = Float32(load_integer(64, it.g_bytes + Int64(row) * 8))
+        return value
+
+    @cute.jit
+    def denominator(self, facts: RowFacts, it: Operands):
+        """What the sum is divided by, the same for all threads of all blocks. Once a launch: its notes stay."""
+        value = Float32(1.0)
+        if self.counted(it):
+            thread = cute.arch.thread_idx()[0]
+            s_notes = facts.s_scratch + self.notes
+            # One warp reads the workspace, and its first thread reports later that the block is done with it.
+            if thread < 32:
+                done = Int32(0)
+                if thread == 0:
+                    for _ in cutlass.range(LOOKS, unroll=1):
+                        if done < it.slices:
+                            done = load_acquire(it.g_workspace + WORKSPACE_SLICES_DONE * 4)
+                warp_barrier()
+                total = warp_reduce(load_relaxed_below(it.g_workspace + Int64(thread) * 4, thread, it.slices), add)
+                if thread == 0:
+                    store_shared_word(s_notes + NOTE_COUNTED, Int32(done >= it.slices))
+                    store_element(Float32, s_notes + NOTE_DENOMINATOR, total, "shared")
+            barrier()
+            value = load_element(Float32, s_notes + NOTE_DENOMINATOR, "shared")
+            if load_shared_word(s_notes + NOTE_COUNTED) == 0:
+                value = Float32(0.0)
+                for number in cutlass.range(it.slices, unroll=1):
+                    total = self.slice_sum(facts, it, number)
+                    if thread % 32 == number:
+                        value = total
+                value = warp_reduce(value, add)
+        return self.or_given(it, value)
 
     # Rows held in shared memory, with their gradient
 
@@ -688,7 +796,7 @@ class CrossEntropyForward(CrossEntropyTotal):
                 store_float(self.sums_address(it, 1) + here, count)
             if cutlass.const_expr(self.stats):
                 store_float(self.sums_address(it, 2) + here, z_sum)
-            done_before = exchange_add(it.g_workspace + WORKSPACE_TEAMS_DONE * 4, Int32(1))
+            done_before = exchange_add(it.g_workspace + WORKSPACE_DONE * 4, Int32(1))
             store_shared_word(facts.s_scratch + self.notes + NOTE_DONE, done_before)
 
     @cute.jit

@@ -17,9 +17,8 @@ from ._cross_entropy_total import (
     DENOMINATOR_BYTES_32,
     DENOMINATOR_BYTES_64,
     NOTE_DONE,
-    WORKSPACE_DRAWN,
+    WORKSPACE_DONE,
     WORKSPACE_SUMS,
-    WORKSPACE_TEAMS_DONE,
     CrossEntropyTotal,
     Operands,
 )
@@ -69,16 +68,18 @@ from ._schedule import RING_ENTRY_WORDS, VECTOR_BYTES, Ring
 # Vectors of losses that a thread adds at a time at the end: nothing else runs then, and each step costs a latency.
 ROWS_UNROLL = 16
 
-# Of the workspace, words of 32 bits: the counter that slices of the targets are drawn from, and a word of 64 bits for
-# what is counted, with the number of slices that are in it above. In sectors of memory of their own.
+# The workspace, in sectors of memory of their own: the counters that slices of the targets and rows are drawn from, and
+# a word of 64 bits for what has been counted, with the number of slices that are in it above.
 WORKSPACE_SLICES_DRAWN = 40
 WORKSPACE_COUNT = 48
+WORKSPACE_DRAWN = 56
+WORKSPACE_WORDS = WORKSPACE_SUMS // 2
 SLICES_SHIFT = 48
 MOST_RING_SLICES = 2**15 - 1
 # Targets of a slice that a lane counts at a time.
 TARGETS_UNROLL = 8
 
-# The note behind those of ``_cross_entropy_total``: the factor of the gradient.
+# A note: the factor of the gradient.
 NOTE_FACTOR = 12
 
 
@@ -278,12 +279,6 @@ class CrossEntropyRing(CrossEntropyTotal):
 
     def teams(self):
         return cute.arch.grid_dim()[0] // self.cluster * self.groups
-
-    def team_thread(self):
-        return self.role()[2]
-
-    def team_threads(self):
-        return self.row_threads
 
     def meet(self):
         named_barrier(1 + self.role()[1], self.row_threads)
@@ -684,7 +679,7 @@ class CrossEntropyRing(CrossEntropyTotal):
     def announce(self, facts: RowFacts, it: Operands):
         """Note how many teams were done before."""
         if facts.first == 0:
-            done_before = exchange_add(it.g_workspace + WORKSPACE_TEAMS_DONE * 4, Int32(1))
+            done_before = exchange_add(it.g_workspace + WORKSPACE_DONE * 4, Int32(1))
             store_shared_word(facts.s_scratch + self.notes + NOTE_DONE, done_before)
 
     @cute.jit

@@ -27,11 +27,10 @@ from loss_core.memory import allocator, zeroed_words
 from . import _schedule
 from ._compile import compiled
 from ._cross_entropy_backward import CrossEntropyBackward, CrossEntropyRescale, backward_arguments, rescale_arguments
-from ._cross_entropy_forward import CrossEntropyForward, forward_arguments
-from ._cross_entropy_ring import MOST_RING_SLICES, TARGETS_UNROLL, CrossEntropyRing
+from ._cross_entropy_forward import COUNT_UNROLL, MOST_SLICES, CrossEntropyForward, forward_arguments, workspace_words
+from ._cross_entropy_ring import MOST_RING_SLICES, TARGETS_UNROLL, WORKSPACE_WORDS, CrossEntropyRing
 from ._cross_entropy_rows import ENTRY_WORDS
 from ._cross_entropy_total import (
-    COUNT_UNROLL,
     DENOMINATOR_BYTES_32,
     DENOMINATOR_BYTES_64,
     DENOMINATOR_ONE,
@@ -39,8 +38,6 @@ from ._cross_entropy_total import (
     DENOMINATOR_ROWS,
     DENOMINATOR_VALUE,
     DENOMINATOR_WEIGHTS,
-    MOST_SLICES,
-    workspace_words,
 )
 from ._launch import DTYPES, machine_of, require, stream_of
 from ._schedule import LARGEST, MOST_AT_A_TIME, VECTOR_BYTES, most_vectors
@@ -83,7 +80,7 @@ class ForwardPlan(NamedTuple):
         teams = self.schedule.teams(blocks)
         slices = -(-rows // self.slice_rows)
         if isinstance(self.schedule, _schedule.Ring):
-            return blocks, min(MOST_RING_SLICES, slices), workspace_words(0)
+            return blocks, min(MOST_RING_SLICES, slices), WORKSPACE_WORDS
         return blocks, min(MOST_SLICES, teams, slices), workspace_words(teams)
 
 
