@@ -14,7 +14,9 @@ from loss_cutedsl import (
     _cross_entropy_backward,
     _cross_entropy_forward,
     _cross_entropy_ring,
+    _cross_entropy_rows,
     _cross_entropy_total,
+    _device,
     _schedule,
     softmax,
 )
@@ -228,9 +230,9 @@ def launches(*modules):
 
 
 def test_launch_asks_for_shared_memory_where_its_kernel_uses_some():
-    modules = (_cross_entropy_forward, _cross_entropy_backward, softmax)
+    modules = (_cross_entropy_forward, _cross_entropy_ring, _cross_entropy_backward, softmax)
     methods = methods_of(*modules, _cross_entropy_rows, _device)
     found = dict(launches(*modules))
-    assert len(found) == 6
+    assert len(found) == 7
     for kernel, keywords in found.items():
         assert ("smem" in keywords) == uses_shared_memory(kernel, methods), kernel
