@@ -1,0 +1,570 @@
+"""A GPU to run a kernel with rings on in Python: threads, and memory that knows what may be touched, and when.
+
+One thread runs at a time. Which is next, and when parts of copies land, comes from a seed: a failure can be repeated.
+Races show whatever is drawn: each thread has a vector clock, and an access fails that does not surely come after those
+before it, in whatever order they came. Barriers order, barrier objects too, and shuffles nothing.
+"""
+
+import functools
+import operator
+import re
+import threading
+from random import Random
+from types import SimpleNamespace
+
+import numpy as np
+from loss_cutedsl import _cross_entropy_ring, _cross_entropy_rows, _cross_entropy_total, _device
+from loss_cutedsl._schedule import VECTOR_BYTES
+
+MODULES = (_device, _cross_entropy_rows, _cross_entropy_total, _cross_entropy_ring)
+float32 = np.float32
+NAN = float32(np.nan)
+SHARED_BEGIN = 1024
+FAR = 1 << 32
+
+
+class Memory:
+    """Global memory: tensors, each at a place of its own, by the address of an element."""
+
+    def __init__(self):
+        self.cells, self.sizes, self.writable, self.writer = {}, {}, set(), {}
+
+    def tensor(self, place, size, values, writable=(), offset=0):
+        """The address of a tensor that begins ``offset`` elements into a vector; ``writable``: numbers of elements."""
+        begin = FAR * place + offset * size
+        self.sizes[place] = size
+        self.cells.update((begin + i * size, value) for i, value in enumerate(values))
+        self.writable |= {begin + i * size for i in writable}
+        return begin
+
+    def read(self, address, size):
+        assert self.sizes[address // FAR] == size
+        assert address in self.cells, "read outside the tensors"
+        return self.cells[address]
+
+    def write(self, address, size, value, thread):
+        assert self.sizes[address // FAR] == size
+        assert address in self.writable, "written outside the rows"
+        assert self.writer.setdefault(address, thread) == thread, "written by two threads"
+        self.cells[address] = value
+
+
+class Stopped(BaseException):
+    """Another thread has failed."""
+
+
+class Turns:
+    """Threads that take turns; whoever waits for something is woken by name."""
+
+    def __init__(self, seed, count):
+        self.random = Random(seed)
+        # Some threads are faster than others all along.
+        self.slowness = self.random.sample(range(count), count)
+        self.locks = [threading.Lock() for _ in range(count)]
+        self.here, self.over, self.error = threading.local(), threading.Event(), None
+        self.ready, self.waiting, self.events, self.alive = [], {}, [], count
+
+    def run(self, function, ended):
+        """All threads, until the last has ended; ``ended`` is told of each."""
+        threads = []
+        for number, lock in enumerate(self.locks):
+            lock.acquire()
+            threads.append(threading.Thread(target=self.one, args=(function, ended, number), daemon=True))
+            threads[-1].start()
+        self.locks[self.choose()].release()
+        if not self.over.wait(timeout=60):
+            self.fail(TimeoutError("threads run on and on"))
+        for thread in threads:
+            thread.join(timeout=10)
+        if self.error:
+            raise self.error
+
+    def one(self, function, ended, number):
+        self.here.number = number
+        try:
+            self.wait_for_turn()
+            with np.errstate(all="ignore"):
+                function()
+            self.alive -= 1
+            ended(number)
+            if self.alive:
+                self.locks[self.choose()].release()
+            else:
+                self.over.set()
+        except Stopped:
+            pass
+        except BaseException as error:
+            self.fail(error)
+
+    def fail(self, error):
+        self.error = self.error or error
+        for lock in self.locks:
+            if lock.locked():
+                lock.release()
+        self.over.set()
+
+    def wait_for_turn(self):
+        self.locks[self.here.number].acquire()
+        if self.error:
+            raise Stopped
+
+    def choose(self):
+        while self.events and (not self.ready or self.random.random() < 0.1):
+            self.events.pop(self.random.randrange(len(self.events)))[1]()
+        assert self.ready, f"all threads wait: { ({what[0]: len(threads) for what, threads in self.waiting.items()}) }"
+        two = self.random.choices(range(len(self.ready)), k=2)
+        return self.ready.pop(min(two, key=lambda index: self.slowness[self.ready[index]]))
+
+    def pass_on(self):
+        chosen = self.choose()
+        if chosen != self.here.number:
+            self.locks[chosen].release()
+            self.wait_for_turn()
+
+    def pause(self):
+        """A point where another thread may come first."""
+        if self.random.random() < 0.3:
+            self.ready.append(self.here.number)
+            self.pass_on()
+
+    def wait(self, what):
+        self.waiting.setdefault(what, []).append(self.here.number)
+        self.pass_on()
+
+    def wake(self, what):
+        self.ready += self.waiting.pop(what, [])
+
+
+class Order:
+    """What surely comes before what: a clock for each thread, and the accesses to each address."""
+
+    def __init__(self, count):
+        self.now = np.eye(count, dtype=np.int32)
+        self.writer, self.readers = {}, {}
+
+    def new(self):
+        return np.zeros_like(self.now[0])
+
+    def give(self, thread, clock):
+        """Whoever takes this clock comes after what the thread has done."""
+        np.maximum(clock, self.now[thread], out=clock)
+        self.now[thread, thread] += 1
+
+    def take(self, thread, clock):
+        np.maximum(clock, self.now[thread], out=self.now[thread])
+
+    def reads(self, thread, address):
+        writer, time = self.writer.get(address, (thread, 0))
+        assert self.now[thread, writer] >= time, "read in no order with what was written"
+        self.readers.setdefault(address, {})[thread] = self.now[thread, thread]
+
+    def writes(self, thread, address):
+        writer, time = self.writer.get(address, (thread, 0))
+        assert self.now[thread, writer] >= time, "written twice, in no order"
+        for reader, time in self.readers.pop(address, {}).items():
+            assert self.now[thread, reader] >= time, "written in no order with a read"
+        self.writer[address] = thread, self.now[thread, thread]
+
+
+class BarrierObject:
+    """See ``_device.make_mbarrier``."""
+
+    def __init__(self, key, count, clock):
+        self.key, self.count, self.pending, self.bytes, self.phase = key, count, count, 0, 0
+        self.clock, self.passed, self.landed = clock, clock.copy(), []
+
+
+class Launch:
+    """One launch: its threads, shared memory, and what the kernel calls of the device's."""
+
+    def __init__(self, kernel, memory, grid, seed, resident):
+        self.kernel, self.memory, self.grid = kernel, memory, grid
+        self.ring, self.size, self.width = kernel.schedule, kernel.element_bytes, kernel.width
+        self.part = self.width // 4
+        self.in_cluster = self.ring.threads * self.ring.cluster
+        count = grid * self.ring.threads
+        self.turns, self.order = Turns(seed, count), Order(count)
+        self.shared, self.kinds, self.on_the_way, self.objects = {}, {}, set(), {}
+        self.meetings, self.waits, self.seen, self.versions, self.atomics = {}, {}, {}, {}, {}
+        self.alive = [self.ring.threads] * grid
+        # Clusters start in any order, and no more than ``resident`` run at a time.
+        self.to_start = self.turns.random.sample(range(0, count, self.in_cluster), count // self.in_cluster)
+        for _ in range(resident):
+            self.start_cluster()
+
+    def start_cluster(self):
+        if self.to_start:
+            begin = self.to_start.pop()
+            self.turns.ready += range(begin, begin + self.in_cluster)
+
+    def run(self, monkeypatch, **arguments):
+        with monkeypatch.context() as patch:
+            primitives = self.primitives()
+            for module in MODULES:
+                for key, value in primitives.items():
+                    if hasattr(module, key):
+                        patch.setattr(module, key, value)
+            self.turns.run(lambda: self.kernel.cross_entropy_ring_kernel(**arguments), self.ended)
+
+    def ended(self, thread):
+        block = thread // self.ring.threads
+        self.alive[block] -= 1
+        if self.alive[block] == 0:
+            assert all(block != of for of, _ in self.turns.events), "a block has ended to which something is on the way"
+            first = block // self.ring.cluster * self.ring.cluster
+            if not any(self.alive[first : first + self.ring.cluster]):
+                self.start_cluster()
+
+    def primitives(self):
+        arch = SimpleNamespace(
+            thread_idx=lambda: (self.me % self.ring.threads, 0, 0),
+            block_idx=lambda: (self.block, 0, 0),
+            grid_dim=lambda: (self.grid, 1, 1),
+            get_dyn_smem=lambda kind, alignment: SimpleNamespace(toint=lambda: SHARED_BEGIN),
+        )
+        own = ARITHMETIC | {
+            name: getattr(self, name) for name in vars(Launch) if name in vars(_device) and name[0] != "_"
+        }
+        return own | {"cute": SimpleNamespace(arch=arch), "Uint32": lambda word: (float32(word),) * self.part}
+
+    @property
+    def me(self):
+        return self.turns.here.number
+
+    @property
+    def block(self):
+        return self.me // self.ring.threads
+
+    # Threads that meet
+
+    def meet(self, key, count, ordered=True, value=None, combine=None):
+        """Wait for so many threads; what all of them brought, or what the last has made of it."""
+        values, clock, wanted = self.meetings.setdefault(key, ({}, self.order.new(), count))
+        assert wanted == count
+        assert self.me not in values
+        values[self.me] = value
+        if ordered:
+            self.order.give(self.me, clock)
+        if len(values) == count:
+            del self.meetings[key]
+            if combine:
+                values.update(combine(values))
+            self.turns.wake((key, id(values)))
+            self.turns.pause()
+        else:
+            self.turns.wait((key, id(values)))
+        if ordered:
+            self.order.take(self.me, clock)
+        return values
+
+    def named_barrier(self, number, threads):
+        self.meet(("named", self.block, number), threads)
+
+    def barrier(self):
+        self.named_barrier(0, self.ring.threads)
+
+    def cluster_barrier(self):
+        self.meet(("cluster", self.me // self.in_cluster), self.in_cluster)
+
+    cluster_barrier_of_threads = cluster_barrier
+
+    def warp_barrier(self):
+        self.meet(("warp", self.me // 32), 32)
+
+    def shuffle_xor(self, value, distance):
+        return self.meet(("shuffle", self.me // 32, distance), 32, False, value)[self.me ^ distance]
+
+    shuffle_xor_64 = shuffle_xor
+
+    def warp_reduce(self, value, combine):
+        """Five shuffles at once."""
+
+        def reduced(values):
+            for distance in (16, 8, 4, 2, 1):
+                values = {thread: combine(value, values[thread ^ distance]) for thread, value in values.items()}
+            return values
+
+        return self.meet(("reduce", self.me // 32), 32, False, value, reduced)[self.me]
+
+    def from_first_lane(self, value):
+        return self.meet(("first lane", self.me // 32), 32, False, value)[self.me // 32 * 32]
+
+    # Shared memory
+
+    def key(self, address, kind, words, block=None):
+        """Of shared memory; each word is of one kind for good."""
+        assert address % (4 * words) == 0
+        assert SHARED_BEGIN <= address <= SHARED_BEGIN + self.ring.shared_bytes() - 4 * words
+        key = ((self.block if block is None else block) << 24) + address
+        for word in range(words):
+            assert self.kinds.setdefault(key + 4 * word, (kind, key)) == (kind, key), "two things at one place"
+        return key
+
+    def load_shared_word(self, address, kind="word", words=1, unknown=-1234567):
+        key = self.key(address, kind, words)
+        assert key not in self.on_the_way, "read before it is there"
+        self.order.reads(self.me, key)
+        return self.shared.get(key, unknown)
+
+    def store_shared_word(self, address, value):
+        key = self.key(address, "word", 1)
+        assert key not in self.on_the_way
+        self.order.writes(self.me, key)
+        self.shared[key] = value
+
+    def load_shared(self, address):
+        return self.load_shared_word(address, "vector", 4, [(NAN,) * self.part] * 4)
+
+    # Barrier objects
+
+    def object(self, address, block=None):
+        return self.objects[self.key(address, "barrier object", 2, block)]
+
+    def make_mbarrier(self, address, count):
+        key = self.key(address, "barrier object", 2)
+        assert key not in self.objects
+        self.objects[key] = BarrierObject(key, count, self.order.new())
+
+    def show_mbarriers(self):
+        pass
+
+    def arrive(self, address):
+        self.arrive_and_expect(address, 0)
+
+    def arrive_and_expect(self, address, size):
+        found = self.object(address)
+        self.order.give(self.me, found.clock)
+        found.bytes += size
+        found.pending -= 1
+        self.pass_phase(found)
+        self.turns.pause()
+
+    def pass_phase(self, found):
+        assert found.pending >= 0
+        if found.pending == 0 and found.bytes == 0:
+            found.pending, found.passed, found.phase = found.count, found.clock.copy(), found.phase + 1
+            for key, value in found.landed:
+                self.shared[key] = value
+                self.on_the_way.remove(key)
+            found.landed = []
+            self.turns.wake(("object", found.key))
+
+    def wait_for(self, address, parity):
+        found = self.object(address)
+        # The phase before the first is over from the start. A thread waits for each phase, one after the other.
+        phase = self.waits[self.me, found.key] = self.waits.get((self.me, found.key), -1 - parity) + 1
+        assert phase & 1 == parity
+        self.turns.pause()
+        while found.phase & 1 == parity:
+            self.turns.wait(("object", found.key))
+        assert found.phase == phase + 1, "another phase than the one waited for"
+        self.order.take(self.me, found.passed)
+
+    # What lands later
+
+    def put(self, block, found, pieces, size):
+        """Let pieces, lists of keys and functions that give their values, land in any order."""
+        clock = self.order.new()
+        for key in [key for piece in pieces for key, _ in piece]:
+            assert key not in self.on_the_way, "two copies to one place"
+            self.order.writes(self.me, key)
+            self.on_the_way.add(key)
+        self.order.give(self.me, clock)
+
+        def land(piece):
+            found.landed += [(key, value()) for key, value in piece]
+            found.bytes -= size * len(piece)
+            np.maximum(found.clock, clock, out=found.clock)
+            self.pass_phase(found)
+
+        self.turns.events += [(block, functools.partial(land, piece)) for piece in pieces if piece]
+        self.turns.pause()
+
+    def copy_bulk(self, address, g_address, size, s_barrier, wanted):
+        if not wanted:
+            return
+        assert size > 0
+        assert size % VECTOR_BYTES == 0
+        assert g_address % VECTOR_BYTES == 0
+        vectors = []
+        for at in range(0, size, VECTOR_BYTES):
+            source = range(g_address + at, g_address + at + VECTOR_BYTES, self.size)
+            assert all(element in self.memory.cells for element in source), "a copy reads outside the tensor"
+            vectors.append(
+                (
+                    self.key(address + at, "vector", 4),
+                    lambda source=source: self.words([self.memory.read(element, self.size) for element in source]),
+                )
+            )
+        cuts = sorted(self.turns.random.choices(range(len(vectors) + 1), k=2))
+        pieces = [vectors[a:b] for a, b in zip([0, *cuts], [*cuts, len(vectors)], strict=True)]
+        self.put(self.block, self.object(s_barrier), pieces, VECTOR_BYTES)
+
+    def send(self, address, words, s_barrier, block, wanted):
+        if wanted:
+            block += self.block // self.ring.cluster * self.ring.cluster
+            piece = [(self.key(address + 4 * i, "word", 1, block), lambda i=i: words[i]) for i in range(len(words))]
+            self.put(block, self.object(s_barrier, block), [piece], 4)
+
+    # Registers: a vector is four words, a word one element or two
+
+    def words(self, elements):
+        return [tuple(elements[i : i + self.part]) for i in range(0, self.width, self.part)]
+
+    def pack(self, dtype, values):
+        return self.words(values)
+
+    def unpack(self, dtype, words):
+        return [element for word in words for element in word]
+
+    def select_words(self, wanted, words, otherwise):
+        return words if wanted else [otherwise] * 4
+
+    # Global memory
+
+    def read(self, address, size):
+        self.order.reads(self.me, address)
+        return self.memory.read(address, size)
+
+    def write(self, address, size, value):
+        self.order.writes(self.me, address)
+        self.memory.write(address, size, value, self.me)
+
+    def load_element(self, dtype, address, space="global"):
+        return self.load_shared_word(address) if space == "shared" else self.read(address, self.size)
+
+    def store_element(self, dtype, address, value, space="global", predicate=True):
+        if predicate and space == "shared":
+            self.store_shared_word(address, value)
+        elif predicate:
+            self.write(address, self.size, value)
+
+    def load_element_below(self, dtype, address, index, bound):
+        return self.read(address, self.size) if 0 <= index < bound else float32(0.0)
+
+    def store_global(self, address, words, predicate):
+        if predicate:
+            assert address % VECTOR_BYTES == 0
+            for lane, value in enumerate(self.unpack(None, words)):
+                self.write(address + lane * self.size, self.size, value)
+
+    def load_float(self, address):
+        return self.read(address, 4)
+
+    def store_float(self, address, value):
+        self.write(address, 4, value)
+        self.turns.pause()
+
+    def load_floats(self, address, wanted):
+        assert address % VECTOR_BYTES == 0
+        return [self.read(address + 4 * i, 4) if wanted else float32(0.0) for i in range(4)]
+
+    def load_integer(self, bits, address):
+        return self.read(address, bits // 8)
+
+    # The workspace: words of 32 bits. Atomic accesses are in order with one another, and stores have to be with them.
+
+    def atomic(self, address, change, words=1):
+        """Change one or two words; the number before."""
+        self.turns.pause()
+        assert address % (4 * words) == 0
+        before = 0
+        for i in range(words):
+            before += self.read(address + 4 * i, 4) << 32 * i
+        after = change(before)
+        for i in range(words):
+            self.memory.cells[address + 4 * i] = after >> 32 * i & 2**32 - 1
+        self.versions[address] = self.versions.get(address, 0) + (after != before)
+        self.turns.wake(("word", address))
+        self.turns.pause()
+        return before
+
+    def draw(self, address, wanted):
+        return self.atomic(address, lambda number: number + 1) if wanted else 0
+
+    def add_64(self, address, value):
+        self.atomic(address, lambda number: number + int(value), 2)
+
+    def load_relaxed_64(self, address):
+        # Who looks a third time waits until there is something new, or for ever.
+        last = [(address, self.versions.get(address, 0))] * 2
+        while self.seen.get(self.me) == last:
+            self.turns.wait(("word", address))
+            last = [(address, self.versions[address])] * 2
+        self.seen[self.me] = [*self.seen.get(self.me, ()), last[0]][-2:]
+        return self.atomic(address, lambda number: number, 2)
+
+    def exchange_add(self, address, value):
+        clock = self.atomics.setdefault(address, self.order.new())
+
+        def change(number):
+            self.order.take(self.me, clock)
+            self.order.give(self.me, clock)
+            return number + value
+
+        return self.atomic(address, change)
+
+    def store_word(self, address, word):
+        self.write(address, 4, word)
+        self.versions[address] = self.versions.get(address, 0) + 1
+        self.turns.pause()
+
+    # What has no function of its own
+
+    def ptx(self, code, outputs=None, inputs=(), predicate=None):
+        registers = {f"r{i}": value for i, value in enumerate(inputs)}
+
+        def value(name, kind="f32"):
+            if name.startswith("0f"):
+                return np.array(int(name[2:], 16), np.uint32).view(float32)[()]
+            found = registers[name] if name in registers else int(name)
+            return int(found) & 2 ** int(kind[1:]) - 1 if kind[0] == "u" else found
+
+        for guard, operation, operands in statements(code):
+            if guard and not registers[guard]:
+                continue
+            match operation.split("."):
+                case ["setp", name, kind]:
+                    registers[operands[0]] = getattr(operator, name)(value(operands[1], kind), value(operands[2], kind))
+                case ["selp", _]:
+                    registers[operands[0]] = value(operands[1] if registers[operands[3]] else operands[2])
+                case ["mov", _]:
+                    registers[operands[0]] = value(operands[1])
+                case ["cvt", to, of]:
+                    registers[operands[0]] = value(operands[1], min(to, of, key=lambda kind: int(kind[1:])))
+                case ["ld", space, kind]:
+                    base, _, offset = operands[1].strip("[]").partition(" + ")
+                    address = registers[base] + int(offset or 0)
+                    registers[operands[0]] = (
+                        self.load_shared_word(address) if space == "shared" else self.read(address, int(kind[1:]) // 8)
+                    )
+                case ["st", "shared", _]:
+                    base, _, offset = operands[0].strip("[]").partition(" + ")
+                    self.store_shared_word(registers[base] + int(offset or 0), value(operands[1]))
+                case _:
+                    raise NotImplementedError(code)
+        return registers.get("w0")
+
+
+@functools.cache
+def statements(code):
+    """Guard, operation and operands of each."""
+    code = re.sub(r"\{\$([rw]\d)\}", r"\1", code).strip().removeprefix("{").removesuffix("}")
+    found = []
+    for statement in filter(None, (part.strip() for part in code.split(";"))):
+        guard, operation, rest = re.fullmatch(r"(?:@(\w+) )?(\S+) (.*)", statement).groups()
+        if operation != ".reg":
+            found.append((guard, operation, [operand.strip() for operand in rest.split(",")]))
+    return found
+
+
+ARITHMETIC = {
+    "Float32": float32, "Int32": int, "Int64": int,
+    "cutlass": SimpleNamespace(
+        const_expr=bool, range_constexpr=range, range=lambda *bounds, unroll: range(*map(int, bounds))
+    ),
+    "exp2": np.exp2, "log2": np.log2, "maximum": np.fmax, "smaller": min, "larger": max, "float_of": float32,
+    "divide": lambda a, b: a / b,
+    "fma": lambda a, b, c: float32(np.float64(a) * np.float64(b) + np.float64(c)),
+    "select_below": lambda index, bound, inside, outside: inside if 0 <= index < bound else outside,
+}  # fmt: skip
