@@ -168,7 +168,7 @@ def exact(case):
 
 def check(monkeypatch, case, seeds=2):
     """Launches one after the other, each in another order and with the workspace that the one before left."""
-    workspace = [0] * (2 * _cross_entropy_total.workspace_words(0))
+    workspace = [0] * (2 * _cross_entropy_ring.WORKSPACE_WORDS)
     first = None
     for seed in range(seeds):
         clusters = case.grid // case.ring.cluster
