@@ -3,7 +3,7 @@
 import loss_core
 import pytest
 import torch
-from loss_core import UnsupportedInput
+from loss_core import UnsupportedInput, cross_entropy_arguments
 
 LOGITS = torch.zeros(2, 3, 5)
 TARGET = torch.zeros(2, 3, dtype=torch.int64)
@@ -54,6 +54,14 @@ REFUSED = [
     ({"reduction": "byte_mean", "byte_lengths": TARGET[0]}, ValueError, r"target's shape \(2, 3\), got \(3,\)"),
     ({"reduction": "byte_mean", "byte_lengths": torch.ones(2, 3)}, TypeError, "tensor of integers, got torch.float32"),
     ({"reduction": "byte_mean", "byte_lengths": TARGET.to("meta")}, ValueError, "byte_lengths must be on input's dev"),
+    *(
+        (
+            {"reduction": "byte_mean", "byte_lengths": TARGET.index_fill(1, torch.tensor([2]), length)},
+            ValueError,
+            rf"byte_lengths must be in \[0, 16777216\], got {length} in row \(0, 2\)",
+        )
+        for length in (-1, 2**24 + 1, 2**48)
+    ),
     *(
         ({"reduction": "byte_mean", "byte_lengths": TARGET.to(dtype)}, TypeError, f"tensor of integers, got {dtype}")
         for dtype in (torch.bool, torch.complex64)
@@ -167,3 +175,22 @@ def test_causal_lm_loss_refuses():
     ):
         with pytest.raises(error, match=message):
             loss_core.causal_lm_loss(**{"logits": logits, "labels": labels, **change})
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_byte_lengths_of_ignored_rows_may_be_anything(dtype):
+    target, lengths = torch.tensor([1, -100, 2]), torch.tensor([3, -7, 2**24], dtype=dtype)
+    logits = torch.randn(3, 5)
+    loss = loss_core.cross_entropy(logits, target, reduction="byte_mean", byte_lengths=lengths)
+    total = torch.nn.functional.cross_entropy(logits.double(), target, reduction="sum")
+    torch.testing.assert_close(loss.double(), total / (3 + 2**24))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_byte_lengths_that_nobody_looks_at_are_cut_off(dtype):
+    given = torch.tensor([-(2**31), -1, 0, 9, 2**24, 2**24 + 1, 2**31 - 1], dtype=dtype)
+    target = torch.zeros(7, dtype=torch.int64)
+    bounded = cross_entropy_arguments.bounded_byte_lengths(given, target, -100, target.shape, looked_at=False)
+    assert bounded.tolist() == [0, 0, 0, 9, 2**24, 2**24, 2**24]
+    assert bounded.dtype == dtype
+    assert given[0] == -(2**31), "the caller's are not changed"

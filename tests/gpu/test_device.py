@@ -396,6 +396,27 @@ def test_uint8_target_out_of_range(backend):
     assert loss.isnan().nonzero().flatten().tolist() == [5, 7]
 
 
+@pytest.mark.parametrize("classes", [1000, 32000])
+@pytest.mark.parametrize("length", [-1, 2**48, -(2**62)])
+def test_byte_lengths_out_of_range_are_cut_off_and_waited_for_by_nobody(length, classes, backend, monkeypatch):
+    """A sum of bytes may share a word with a count that kernels wait for."""
+    monkeypatch.delenv("LOSS_VALIDATE", raising=False)
+    logits = torch.randn(300, classes, device="cuda", dtype=torch.bfloat16)
+    target = torch.randint(classes, (300,), device="cuda")
+    losses = []
+    for value in (length, min(max(length, 0), 2**24)):
+        x = logits.clone().requires_grad_()
+        lengths = torch.full((300,), value, device="cuda").index_fill(0, torch.tensor([7], device="cuda"), 5)
+        loss = loss_core.cross_entropy(x, target, reduction="byte_mean", byte_lengths=lengths, backend=backend)
+        loss.backward()
+        losses.append((loss, x.grad))
+    for got, wanted in zip(*losses, strict=True):
+        assert torch.equal(got, wanted)
+    monkeypatch.setenv("LOSS_VALIDATE", "1")
+    with pytest.raises(ValueError, match=r"byte_lengths must be in \[0, 16777216\], got"):
+        loss_core.cross_entropy(logits, target, reduction="byte_mean", byte_lengths=lengths * 2**25, backend=backend)
+
+
 def test_validation_that_waits(backend, monkeypatch):
     monkeypatch.setenv("LOSS_VALIDATE", "1")
     logits, target = inputs()

@@ -59,7 +59,8 @@ The canonical form, which the backend need not check:
   target outside [0, classes) that is not ``ignore_index`` must not touch memory outside the tensors, and
   gives NaN for the row's loss and gradient.
 - ``weight``: None or (classes,), stride 1, float32 (float64 for float64 logits).
-- ``byte_lengths``: None or (rows,), stride 1, int32 or int64. Given exactly for reduction ``"byte_mean"``.
+- ``byte_lengths``: None or (rows,), stride 1, int32 or int64, from 0 to 2**24. Given exactly for reduction
+  ``"byte_mean"``.
 - ``num_items``: None, a Python float, or a one-element float32 tensor on the logits' device (float64 for
   float64 logits). Only for reduction ``"mean"``, whose denominator it replaces.
 - "accumulation dtype" below is float32, and float64 for float64 logits.

@@ -36,6 +36,7 @@ from loss_core.canonical import (
 )
 from loss_core.cross_entropy_arguments import (
     Facts,
+    bounded_byte_lengths,
     check_range,
     checked_byte_lengths,
     checked_num_items,
@@ -121,7 +122,8 @@ def cross_entropy(
         z_loss: factor of ``lse ** 2``, not negative.
         softcap: bound of the logits' magnitude, positive; None for none.
         logit_scale: factor of the logits.
-        byte_lengths: integers in the target's shape, the bytes each target stands for. Only for ``"byte_mean"``.
+        byte_lengths: integers in the target's shape, the bytes each target stands for, from 0 to 2**24; in ignored rows
+            anything. Only for ``"byte_mean"``.
         num_items: denominator of ``"mean"``, for batches of which this is one part: a number, or a tensor of one
             element on any device, which is not waited for where the logits are on a GPU. Only for ``"mean"``.
         dim: the class dimension.
@@ -135,7 +137,8 @@ def cross_entropy(
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: shapes that do not fit, or an option out of range.
+        ValueError: shapes that do not fit, or an option out of range; on a CPU, a byte length out of range. On a GPU
+            that is cut off, and with ``LOSS_VALIDATE=1`` in the environment this error is raised there too.
         IndexError: on a CPU, a target outside [0, V) that is not `ignore_index`. On a GPU its row's loss and gradient
             are NaN, and with ``LOSS_VALIDATE=1`` in the environment this error is raised there too.
         BackendUnavailable: the backend named is not installed or cannot run on this device.
@@ -257,8 +260,12 @@ def _compute(
         target = target.reshape(-1).contiguous()
     if compiling:
         return compiled(input, target, weight, byte_lengths, num_items, facts, backend, stats)
-    if facts.looked_at or (has(VALIDATE) and is_on("LOSS_VALIDATE")):
+    looked_at = facts.looked_at or (has(VALIDATE) and is_on("LOSS_VALIDATE"))
+    if looked_at:
         check_range(target, facts.classes, facts.options.ignore_index, facts.shape)
+    if byte_lengths is not None:
+        ignored = facts.options.ignore_index
+        byte_lengths = bounded_byte_lengths(byte_lengths, target, ignored, facts.shape, looked_at=looked_at)
     run: Any = registry.first_that_can
     if several_devices():
         run = partial(on_device_of, input, run)

@@ -179,11 +179,36 @@ def check_range(target: Tensor, classes: int, ignore_index: int, shape: torch.Si
     bad = ((target < 0) | (target >= classes)) & ~is_ignored(target, ignore_index)
     if bad.any():
         row = int(bad.nonzero()[0])
-        place = tuple(int(i) for i in torch.unravel_index(torch.tensor(row), shape)) if len(shape) > 1 else row
         raise IndexError(
-            f"target {int(target[row])} in row {place} is outside [0, {classes}) and is not ignore_index "
+            f"target {int(target[row])} in row {_place(row, shape)} is outside [0, {classes}) and is not ignore_index "
             f"({ignore_index})"
         )
+
+
+def _place(row: int, shape: torch.Size) -> int | tuple[int, ...]:
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(row), shape)) if len(shape) > 1 else row
+
+
+# No token is longer; and so many rows as fit anywhere have a sum that fits into 48 bits, where kernels may count it.
+MOST_BYTES = 2**24
+
+
+def bounded_byte_lengths(
+    byte_lengths: Tensor, target: Tensor, ignore_index: int, shape: torch.Size, *, looked_at: bool
+) -> Tensor:
+    """The byte lengths, in [0, MOST_BYTES].
+
+    Others raise a ValueError, unless their row is ignored; if they are not looked at, which would mean to wait for the
+    device, they are cut off: kernels count on it.
+    """
+    if looked_at and byte_lengths.device.type != "meta":
+        bad = ((byte_lengths < 0) | (byte_lengths > MOST_BYTES)) & ~is_ignored(target, ignore_index)
+        if bad.any():
+            row = int(bad.nonzero()[0])
+            raise ValueError(
+                f"byte_lengths must be in [0, {MOST_BYTES}], got {int(byte_lengths[row])} in row {_place(row, shape)}"
+            )
+    return byte_lengths.clamp(0, MOST_BYTES)
 
 
 def is_ignored(target: Tensor, ignore_index: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from loss_core import registry
 from loss_core.backend import CrossEntropyForward, CrossEntropyOptions, UnsupportedInput
 from loss_core.canonical import from_rows, on_device_of, to_rows
-from loss_core.cross_entropy_arguments import Facts, check_range
+from loss_core.cross_entropy_arguments import Facts, bounded_byte_lengths, check_range
 from loss_core.dtypes import accumulation_dtype
 from loss_core.environment import is_on
 from loss_core.registry import Backend
@@ -68,8 +68,11 @@ def _forward_op(
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     options = CrossEntropyOptions(ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale)
-    if input.device.type == "cpu" or is_on("LOSS_VALIDATE"):
+    looked_at = input.device.type == "cpu" or is_on("LOSS_VALIDATE")
+    if looked_at:
         check_range(target, input.shape[dim], ignore_index, target.shape)
+    if byte_lengths is not None:
+        byte_lengths = bounded_byte_lengths(byte_lengths, target, ignore_index, target.shape, looked_at=looked_at)
 
     def forward(module: Any) -> CrossEntropyForward:
         return module.cross_entropy_forward(
