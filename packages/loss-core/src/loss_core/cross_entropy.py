@@ -52,6 +52,7 @@ from loss_core.environment import VALIDATE, has, is_on
 from loss_core.memory import allocator
 from loss_core.reference.cross_entropy import cross_entropy_probabilities, cross_entropy_rescale_live
 from loss_core.registry import Backend
+from loss_core.usual import apply_in_c, apply_of_usual, prepare
 
 
 class CrossEntropyStats(NamedTuple):
@@ -329,19 +330,15 @@ def _usual(
         return None
     if facts.probabilities or options.reduction not in ("mean", "sum"):
         return None
-    backend = registry.candidates("cross_entropy", device, name)[0]
-    prepare = getattr(backend.module, "cross_entropy_prepare", None)
-    if prepare is None:
+    found = prepare(
+        "cross_entropy", device, name, dtype, target_dtype, rows, classes, stride, offset, options, gradient=gradient
+    )
+    if found is None:
         return None
-    try:
-        prepared = prepare(device, dtype, target_dtype, rows, classes, stride, offset, options, gradient=gradient)
-    except UnsupportedInput:
-        return None
-    if prepared is None:
-        return None
+    module, prepared = found
     return _Usual(
         prepared.forward, prepared.backward, allocator(device), tuple(shape), strides, offset,
-        contiguous_strides(shape), dtype, facts.looked_at, not several_devices(), options, backend.module,
+        contiguous_strides(shape), dtype, facts.looked_at, not several_devices(), options, module,
     )  # fmt: skip
 
 
@@ -552,13 +549,8 @@ class _UsualCrossEntropy(torch.autograd.Function):
         return grad, None
 
 
-# What autograd calls looks up the backward, in Python, each time.
-if hasattr(_UsualCrossEntropy, "_backward_cls"):
-    _UsualCrossEntropy._backward_cls.apply = _UsualCrossEntropy.backward
-
-# Function.apply serves torch.func's transforms first, in Python; without one that takes as long as the rest.
-_apply_in_c = super(torch.autograd.Function, _CrossEntropy).apply
-_apply_usual = super(torch.autograd.Function, _UsualCrossEntropy).apply
+_apply_in_c = apply_in_c(_CrossEntropy)
+_apply_usual = apply_of_usual(_UsualCrossEntropy)
 
 
 def _gradient(ctx: Any, grad_loss: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from loss_core.derivative import first_derivative_only, refuse_tangent
 from loss_core.dtypes import FLOATING, kind, names
 from loss_core.memory import allocator
 from loss_core.registry import Backend
+from loss_core.usual import apply_of_usual, prepare
 
 
 def softmax(input: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:
@@ -161,16 +162,10 @@ def _usual(
     stride = row_stride(shape, strides) if class_dim(shape, dim) == len(shape) - 1 else None
     if stride is None or dtype not in FLOATING or not prod(shape):
         return None
-    module: Any = registry.candidates(op, device, name)[0].module
-    prepare = getattr(module, f"{op}_prepare", None)
-    if prepare is None:
+    found = prepare(op, device, name, dtype, prod(shape[:-1]), shape[-1], stride, offset)
+    if found is None:
         return None
-    try:
-        prepared = prepare(device, dtype, prod(shape[:-1]), shape[-1], stride, offset)
-    except UnsupportedInput:
-        return None
-    if prepared is None:
-        return None
+    module, prepared = found
     contiguous = contiguous_strides(shape)
     return _Usual(
         prepared.forward,
@@ -218,12 +213,7 @@ class _UsualSoftmax(torch.autograd.Function):
         return grad, None
 
 
-# What autograd calls looks up the backward, in Python, each time.
-if hasattr(_UsualSoftmax, "_backward_cls"):
-    _UsualSoftmax._backward_cls.apply = _UsualSoftmax.backward
-
-# Function.apply serves torch.func's transforms first, in Python; without one that takes as long as the rest.
-_apply_usual = super(torch.autograd.Function, _UsualSoftmax).apply
+_apply_usual = apply_of_usual(_UsualSoftmax)
 
 
 def _first_that_can(
