@@ -57,7 +57,8 @@ def _stays(path: Path) -> bool:
 
 
 def _unfinished(path: Path) -> Path:
-    return path.with_name(path.name + ".part")
+    # Processes may write one file at a time: each then writes a whole one, and the last one stays.
+    return path.with_name(f"{path.name}.{os.getpid()}.part")
 
 
 def _error(number: int) -> OSError:

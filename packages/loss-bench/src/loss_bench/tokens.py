@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from loss_bench import files
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -57,10 +59,7 @@ def encode(text: bytes, vocabulary: int) -> Tensor:
         words = text.decode("utf-8", errors="replace")
         tokens = torch.tensor(_learn(words, vocabulary).encode(words).ids, dtype=torch.int32)
         try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = kept.with_name(f"{kept.name}.{os.getpid()}")
-            unfinished.write_bytes(save({"tokens": tokens}))
-            os.replace(unfinished, kept)
+            files.write(kept, save({"tokens": tokens}))
         except OSError:
             # A folder that cannot be written costs the next run the time that this one took.
             return tokens
