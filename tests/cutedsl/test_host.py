@@ -363,3 +363,24 @@ def test_one_kernel_for_options_that_are_numbers(launches):
         cross_entropy.forward(logits, target, None, None, None, options, grad=None, stats=False)
     assert cross_entropy._forward_plan.cache_info().currsize == cross_entropy.MOST_PLANS
     assert len(launches) == 2 * cross_entropy.MOST_PLANS
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize("rows", [1, 2**24, 2**31 - 2**24 - 1, 2**31 - 2**24, _schedule.LARGEST])
+def test_loops_over_targets_stay_within_32_bits(launches, rows, gradient):
+    plan = cross_entropy._forward_plan(
+        -1, torch.bfloat16, 32000, False, True, False, torch.uint8, gradient, False, None, False, CrossEntropyOptions()
+    )
+    assert isinstance(plan.schedule, _schedule.Ring)
+    _, slices, _ = plan.grid(rows)
+    assert slices >= 1
+    assert rows + slices * plan.slice_rows < 2**31
+
+
+def test_a_device_of_one_multiprocessor_gets_a_whole_cluster(launches, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "machine_of", lambda index: _schedule.machine((9, 0), 1))
+    plan = cross_entropy._forward_plan(
+        -1, torch.bfloat16, 128256, False, True, False, torch.int64, True, False, None, False, CrossEntropyOptions()
+    )
+    assert plan.schedule.cluster == 2
+    assert plan.grid(5)[0] == 2

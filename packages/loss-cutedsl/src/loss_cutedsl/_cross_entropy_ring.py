@@ -76,6 +76,8 @@ WORKSPACE_DRAWN = 56
 WORKSPACE_WORDS = WORKSPACE_SUMS // 2
 SLICES_SHIFT = 48
 MOST_RING_SLICES = 2**15 - 1
+# For more rows than leave room for a step of so many.
+FEW_RING_SLICES = 255
 # Targets of a slice that a lane counts at a time.
 TARGETS_UNROLL = 8
 

@@ -28,7 +28,7 @@ from . import _schedule
 from ._compile import compiled
 from ._cross_entropy_backward import CrossEntropyBackward, CrossEntropyRescale, backward_arguments, rescale_arguments
 from ._cross_entropy_forward import COUNT_UNROLL, MOST_SLICES, CrossEntropyForward, forward_arguments, workspace_words
-from ._cross_entropy_ring import MOST_RING_SLICES, TARGETS_UNROLL, WORKSPACE_WORDS, CrossEntropyRing
+from ._cross_entropy_ring import FEW_RING_SLICES, MOST_RING_SLICES, TARGETS_UNROLL, WORKSPACE_WORDS, CrossEntropyRing
 from ._cross_entropy_rows import ENTRY_WORDS
 from ._cross_entropy_total import (
     DENOMINATOR_BYTES_32,
@@ -80,7 +80,9 @@ class ForwardPlan(NamedTuple):
         teams = self.schedule.teams(blocks)
         slices = -(-rows // self.slice_rows)
         if isinstance(self.schedule, _schedule.Ring):
-            return blocks, min(MOST_RING_SLICES, slices), WORKSPACE_WORDS
+            # Their number is bounded for the step of the loop over targets, which must not count beyond 32 bits.
+            most = MOST_RING_SLICES if rows < 2**31 - 2**24 else FEW_RING_SLICES
+            return blocks, min(most, slices), WORKSPACE_WORDS
         return blocks, min(MOST_SLICES, teams, slices), workspace_words(teams)
 
 
@@ -324,7 +326,7 @@ def make_ring_plan(machine, dtype, cols, ring, ragged, target_dtype, gradient, b
     return ForwardPlan(
         launch=launch,
         schedule=ring,
-        most_blocks=machine.processors // ring.cluster * ring.cluster,
+        most_blocks=max(ring.cluster, machine.processors // ring.cluster * ring.cluster),
         slice_rows=32 * TARGETS_UNROLL,
         denominator_kind=_denominator_kind(options.reduction, False, byte_dtype),
         gradient=gradient,
