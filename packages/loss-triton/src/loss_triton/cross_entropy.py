@@ -157,13 +157,19 @@ def cross_entropy_fwd_grad_kernel(
     row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
     grad_row_ptr = grad_ptr + tl.cast(row, tl.int64) * grad_stride
     head, body = body_of(row_ptr, classes, VECTOR, EDGES)
-    # The row's end is asked for before the target has come, and stays in registers between the sweeps.
     # The blocks before the held part are read without a mask, so they may not reach beyond it.
     tl.static_assert(BLOCK <= HOLD)
     blocks = tl.cdiv(tl.maximum(body - HOLD, 0), BLOCK)
     held_columns = block_columns(blocks * BLOCK, HOLD, LANES * VECTOR)
     in_held = held_columns < body
-    held = tl.load(vectors(row_ptr + head, held_columns, VECTOR), mask=in_held, other=float("-inf"))
+    held_ptr = vectors(row_ptr + head, held_columns, VECTOR)
+    # The row's end stays in registers between the sweeps. It is asked for before the target has come, except where 1024
+    # lanes have 64 registers each: the loop over the blocks would spill them.
+    HELD_FIRST: tl.constexpr = LANES < 1024
+    if HELD_FIRST:
+        held = tl.load(held_ptr, mask=in_held, other=float("-inf"))
+    else:
+        held = tl.full(held_columns.shape, float("-inf"), logits_ptr.dtype.element_ty)
     words = start_counting(counters_ptr, target_ptr, rows, ignore_index, KIND, LANES)
     loss = 0.0
     lse = 0.0
@@ -185,6 +191,8 @@ def cross_entropy_fwd_grad_kernel(
             columns = block_columns(block * BLOCK, BLOCK, LANES * VECTOR)
             x = tl.load(vectors(row_ptr + head, columns, VECTOR), eviction_policy="evict_last").to(tl.float32)
             peaks, totals = online_sum(x, peaks, totals, log2_scale, LANES, VECTOR)
+        if not HELD_FIRST:
+            held = tl.load(held_ptr, mask=in_held, other=float("-inf"))
         x_held = held.to(tl.float32)
         peak = tl.max(tl.maximum(peaks, lane_max(x_held, LANES)), 0)
         if EDGES:
