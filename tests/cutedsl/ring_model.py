@@ -13,10 +13,10 @@ from random import Random
 from types import SimpleNamespace
 
 import numpy as np
-from loss_cutedsl import _cross_entropy_ring, _cross_entropy_rows, _cross_entropy_total, _device
+from loss_cutedsl import _cross_entropy_ring, _cross_entropy_rows, _cross_entropy_total, _device, _ring
 from loss_cutedsl._schedule import VECTOR_BYTES
 
-MODULES = (_device, _cross_entropy_rows, _cross_entropy_total, _cross_entropy_ring)
+MODULES = (_device, _ring, _cross_entropy_rows, _cross_entropy_total, _cross_entropy_ring)
 float32 = np.float32
 NAN = float32(np.nan)
 SHARED_BEGIN = 1024

@@ -133,7 +133,7 @@ class Memory:
             "divide": lambda a, b: 1.0,
             "fma": lambda a, b, c: 1.0,
             "log2": lambda x: 1.0,
-            "cluster_barrier": lambda: None,
+            **dict.fromkeys(("cluster_barrier", "cluster_arrive", "cluster_wait"), lambda: None),
         }  # fmt: skip
 
 
@@ -146,6 +146,9 @@ class Parts:
     def absorb_values(self, t, power, highest, total):
         self.seen += [x for x in t if x != -math.inf]
         return 0.0, 1.0
+
+    def make_met(self, s_scratch, thread):
+        pass
 
     def reduce_row(self, *rest):
         return 0.0, 1.0, [], None

@@ -12,7 +12,7 @@ import torch
 from cutedsl.ring_model import NAN, Launch, Memory, float32
 from cutedsl.test_memory import IGNORED, in_python
 from cutlass import BFloat16, Float32
-from loss_cutedsl import _cross_entropy_ring, _cross_entropy_total, _schedule
+from loss_cutedsl import _cross_entropy_ring, _cross_entropy_total, _schedule, _workspace
 from loss_cutedsl._schedule import Ring
 from torch.nn import functional
 
@@ -168,7 +168,7 @@ def exact(case):
 
 def check(monkeypatch, case, seeds=2):
     """Launches one after the other, each in another order and with the workspace that the one before left."""
-    workspace = [0] * (2 * _cross_entropy_ring.WORKSPACE_WORDS)
+    workspace = [0] * (2 * _workspace.RING_WORKSPACE_WORDS)
     first = None
     for seed in range(seeds):
         clusters = case.grid // case.ring.cluster

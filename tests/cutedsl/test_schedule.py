@@ -17,7 +17,9 @@ from loss_cutedsl import (
     _cross_entropy_rows,
     _cross_entropy_total,
     _device,
+    _ring,
     _schedule,
+    _workspace,
     softmax,
 )
 
@@ -119,7 +121,7 @@ def test_grid_is_whole_clusters_and_no_more_than_there_are_rows(cluster, rows, a
     machine = _schedule.machine((9, 0), 132)
     schedule = _schedule.Schedule(512, 512, cluster, 1, 4, 1, at_most)
     most = _schedule.most_blocks(machine, schedule, 100 * 1024)
-    blocks = _schedule.grid_blocks(schedule, most, rows)
+    blocks = schedule.grid(most, rows)
     assert blocks % cluster == 0
     assert blocks // cluster <= rows
     if cluster > 2:
@@ -137,30 +139,30 @@ def test_few_rows_a_block_are_for_two_waves_and_more():
     schedule = _schedule.held(hopper, 1024, measured=_schedule.MEASURED_GRADIENT)
     assert schedule.rows == 4
     most = 132 * schedule.blocks
-    assert _schedule.grid_blocks(schedule, most, 4096) == most
-    assert _schedule.grid_blocks(schedule, most, 8 * most) == 2 * most
-    assert _schedule.grid_blocks(schedule, most, 32768) == 8192
+    assert schedule.grid(most, 4096) == most
+    assert schedule.grid(most, 8 * most) == 2 * most
+    assert schedule.grid(most, 32768) == 8192
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 1320])
 def test_workspace_has_room_for_the_counters_and_for_every_sum_of_every_block(blocks):
-    forward, total = _cross_entropy_forward, _cross_entropy_total
-    counters = {forward.WORKSPACE_SLICES_DONE, total.WORKSPACE_DONE}
+    space, forward, total = _workspace, _cross_entropy_forward, _cross_entropy_total
+    counters = {space.WORKSPACE_SLICES_DONE, space.WORKSPACE_DONE}
     assert len(counters) == 2
-    assert min(counters) >= forward.MOST_SLICES
-    assert max(counters) < total.WORKSPACE_SUMS
-    assert 2 * forward.workspace_words(blocks) >= total.WORKSPACE_SUMS + forward.MOST_SUMS * blocks
+    assert min(counters) >= space.MOST_SLICES
+    assert max(counters) < space.WORKSPACE_SUMS
+    assert 2 * space.workspace_words(blocks) >= space.WORKSPACE_SUMS + space.MOST_SUMS * blocks
     notes = {forward.NOTE_COUNTED, forward.NOTE_DENOMINATOR, total.NOTE_DONE}
     assert len(notes) == 3
     assert max(notes) + 4 <= _schedule.NOTE_BYTES
 
 
 def test_workspace_of_rings_has_each_counter_in_a_sector_of_its_own():
-    ring, total = _cross_entropy_ring, _cross_entropy_total
-    counters = [ring.WORKSPACE_SLICES_DRAWN, ring.WORKSPACE_COUNT, ring.WORKSPACE_DRAWN, total.WORKSPACE_DONE]
+    space, ring, total = _workspace, _cross_entropy_ring, _cross_entropy_total
+    counters = [space.WORKSPACE_SLICES_DRAWN, space.WORKSPACE_COUNT, space.WORKSPACE_DRAWN, space.WORKSPACE_DONE]
     assert len({counter // 8 for counter in counters}) == 4
-    assert ring.WORKSPACE_COUNT % 2 == 0
-    assert max(counters) + 2 <= total.WORKSPACE_SUMS == 2 * ring.WORKSPACE_WORDS
+    assert space.WORKSPACE_COUNT % 2 == 0
+    assert max(counters) + 2 <= space.WORKSPACE_SUMS == 2 * space.RING_WORKSPACE_WORDS
     assert total.NOTE_DONE != ring.NOTE_FACTOR <= _schedule.NOTE_BYTES - 4
     # What is counted and the number of slices share a word.
     assert ring.MOST_RING_SLICES < 2 ** (63 - ring.SLICES_SHIFT)
@@ -231,7 +233,7 @@ def launches(*modules):
 
 def test_launch_asks_for_shared_memory_where_its_kernel_uses_some():
     modules = (_cross_entropy_forward, _cross_entropy_ring, _cross_entropy_backward, softmax)
-    methods = methods_of(*modules, _cross_entropy_rows, _device)
+    methods = methods_of(*modules, _cross_entropy_rows, _device, _ring)
     found = dict(launches(*modules))
     assert len(found) == 7
     for kernel, keywords in found.items():

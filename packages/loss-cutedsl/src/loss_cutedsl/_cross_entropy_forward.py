@@ -13,8 +13,6 @@ from ._cross_entropy_total import (
     DENOMINATOR_BYTES_64,
     DENOMINATOR_WEIGHTS,
     NOTE_DONE,
-    WORKSPACE_DONE,
-    WORKSPACE_SUMS,
     CrossEntropyTotal,
     Operands,
 )
@@ -54,18 +52,19 @@ from ._device import (
     warp_reduce,
 )
 from ._schedule import VECTOR_BYTES, Schedule
+from ._workspace import (
+    MOST_SLICES,
+    WORKSPACE_DONE,
+    WORKSPACE_SLICES_DONE,
+    WORKSPACE_SUMS,
+    workspace_words,
+)
 
-# With the gradient, the denominator is counted in slices: at most one a lane of a warp, and so many targets of each a
-# thread at a time.
-MOST_SLICES = 32
+# Targets of a slice that a thread counts at a time.
 COUNT_UNROLL = 4
 # How often a block looks for slices that others count before it counts them itself. A look takes about a microsecond.
 LOOKS = 32
 
-# The workspace: the slices' sums, and how many there are; and from ``WORKSPACE_SUMS`` on what the blocks add up: their
-# losses, without a gradient their shares of the denominator, and with statistics their z-loss parts.
-WORKSPACE_SLICES_DONE = MOST_SLICES
-MOST_SUMS = 3
 SUMS_UNROLL = 8
 
 # The notes: whether all slices had been counted, and what they add up to.
@@ -73,9 +72,9 @@ NOTE_COUNTED = 0
 NOTE_DENOMINATOR = 4
 
 
-def workspace_words(blocks: int) -> int:
-    """64-bit words of the workspace for a grid of that many blocks (clusters count as one)."""
-    return (WORKSPACE_SUMS + MOST_SUMS * blocks + 1) // 2
+def slices_and_words(rows: int, teams: int, slices: int) -> tuple[int, int]:
+    """Slices that are counted of at most ``slices``, and 64-bit words of the workspace."""
+    return min(MOST_SLICES, teams, slices), workspace_words(teams)
 
 
 class Cursor(NamedTuple):

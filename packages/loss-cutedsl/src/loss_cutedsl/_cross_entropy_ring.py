@@ -1,24 +1,15 @@
-"""Cross-entropy's forward where the GPU copies in bulk (compute capability 9.0 and later): the plain case, at its best.
-
-The warps that sum never ask for memory. A warp of its own, of which one thread runs, keeps a ring of chunks filled: it
-draws the number of the next row from a counter, and each chunk is one request. So what is in flight depends on the
-size of the ring alone, and not on what the other threads do. They take the chunks out as they come, and hold the row
-in registers until its sum is known: a chunk's place is free again as soon as it has been read, and the next row is on
-its way while this one's gradient is written.
-"""
+"""Cross-entropy's forward through a ring (see ``_ring``): the plain case, at its best."""
 
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, cute
 
 from ._cross_entropy_rows import RowFacts
 from ._cross_entropy_total import (
     DENOMINATOR_BYTES_32,
     DENOMINATOR_BYTES_64,
     NOTE_DONE,
-    WORKSPACE_DONE,
-    WORKSPACE_SUMS,
     CrossEntropyTotal,
     Operands,
 )
@@ -26,12 +17,7 @@ from ._device import (
     LOWEST,
     add,
     add_64,
-    arrive,
-    arrive_and_expect,
-    barrier,
-    cluster_barrier,
     cluster_barrier_of_threads,
-    copy_bulk,
     divide,
     draw,
     exchange_add,
@@ -42,38 +28,31 @@ from ._device import (
     load_floats,
     load_integer,
     load_relaxed_64,
-    load_shared,
     load_shared_word,
-    make_mbarrier,
-    named_barrier,
-    pack,
     select_below,
-    select_words,
-    send,
-    show_mbarriers,
     shuffle_xor_64,
-    smaller,
     store_element,
     store_float,
-    store_global,
     store_shared_word,
     store_word,
     tree,
     unpack,
     wait_for,
-    warp_barrier,
 )
-from ._schedule import RING_ENTRY_WORDS, VECTOR_BYTES, Ring
+from ._ring import RingRows
+from ._schedule import VECTOR_BYTES, Ring
+from ._workspace import (
+    RING_WORKSPACE_WORDS,
+    WORKSPACE_COUNT,
+    WORKSPACE_DONE,
+    WORKSPACE_SLICES_DRAWN,
+    WORKSPACE_SUMS,
+)
 
 # Vectors of losses that a thread adds at a time at the end: nothing else runs then, and each step costs a latency.
 ROWS_UNROLL = 16
 
-# The workspace, in sectors of memory of their own: the counters that slices of the targets and rows are drawn from, and
-# a word of 64 bits for what has been counted, with the number of slices that are in it above.
-WORKSPACE_SLICES_DRAWN = 40
-WORKSPACE_COUNT = 48
-WORKSPACE_DRAWN = 56
-WORKSPACE_WORDS = WORKSPACE_SUMS // 2
+# What has been counted is one word, with the number of slices that are in it above.
 SLICES_SHIFT = 48
 MOST_RING_SLICES = 2**15 - 1
 # For more rows than leave room for a step of so many.
@@ -85,38 +64,28 @@ TARGETS_UNROLL = 8
 NOTE_FACTOR = 12
 
 
-class CrossEntropyRing(CrossEntropyTotal):
+def slices_and_words(rows: int, teams: int, slices: int) -> tuple[int, int]:
+    """Slices that are counted of at most ``slices``, and 64-bit words of the workspace."""
+    # Their number is bounded for the step of the loop over targets, which must not count beyond 32 bits.
+    return min(MOST_RING_SLICES if rows < 2**31 - 2**24 else FEW_RING_SLICES, slices), RING_WORKSPACE_WORDS
+
+
+class CrossEntropyRing(RingRows, CrossEntropyTotal):
     """Loss of every row, their sum and, with ``gradient``, the finished gradient: logits read once.
 
-    A block has ``groups`` of ``row_threads`` threads and as many warps that fetch; with a cluster of two each block has
-    half of a row. The losses are kept by row: which group takes a row is not known, and their sum keeps its order.
+    The losses are kept by row: which group takes a row is not known, and their sum keeps its order.
 
-    Compile-time facts as in ``CrossEntropyForward``; ``ring.held``: chunks of a row, where they are held.
+    Compile-time facts as in ``CrossEntropyForward`` and ``RingRows``.
     """
 
     smoothing = weighted = stats = shard = False
     logits = "linear"
 
     def __init__(self, dtype, ring: Ring, ragged: bool, *, target_bits: int, gradient: bool, scalar: bool):
-        super().__init__(dtype, ring, ragged, RING_ENTRY_WORDS)
+        super().__init__(dtype, ring, ragged)
         self.target_bits = target_bits
         self.gradient = gradient
         self.scalar = scalar
-        self.held = ring.held
-        # Chunks at a row's end that may not be full: a row touches as many vectors as its place says, or one less.
-        self.end_chunks = 2 if ragged else 1
-        self.chunk_bytes = ring.chunk_bytes
-        self.sums = ring.entries_bytes(RING_ENTRY_WORDS)
-        # Of one group, by offset: the barrier objects of chunks that are full and of places that are empty, of the
-        # exchange, of numbers sent to the other block; then words: the row after a chunk's, and the numbers sent.
-        self.sent_places = ring.sent_places
-        self.full = 0
-        self.empty = self.full + 8 * self.stages
-        self.met = self.empty + 8 * self.stages
-        self.sent = self.met + 8 * 2
-        self.coming = self.sent + 8 * self.sent_places
-        self.numbers = self.coming + 4 * self.stages
-        self.control_bytes = ring.control_bytes
 
     @cute.jit
     def __call__(
@@ -196,11 +165,7 @@ class CrossEntropyRing(CrossEntropyTotal):
         """One group of threads draws rows, sums each and writes its gradient; one thread more fetches them."""
         fetches, group, thread = self.role()
         rank = cute.arch.block_idx()[0] % self.cluster
-        s_memory = Int32(cute.arch.get_dyn_smem(Uint32, 128).toint())
-        s_scratch = s_memory + group * self.scratch_bytes
-        s_control = s_memory + self.groups * self.scratch_bytes + group * self.control_bytes
-        s_ring = s_memory + self.groups * (self.scratch_bytes + self.control_bytes)
-        s_ring = s_ring + group * (self.stages * self.chunk_bytes)
+        s_block, s_scratch, s_control, s_ring = self.memory(group)
         facts = self.row_facts(
             cols, chunks, rank * self.row_threads + thread, thread, rank, s_scratch, Int64(0), Int64(0), Int64(cols),
             Float32(0.0), z_loss, logit_scale, Float32(1.0),
@@ -230,7 +195,7 @@ class CrossEntropyRing(CrossEntropyTotal):
             ignore_index=ignore_index,
             logit_scale=logit_scale,
         )
-        self.make_barriers(s_memory + self.groups * self.scratch_bytes)
+        self.make_barriers(s_block)
         if fetches != 0:
             if cute.arch.thread_idx()[0] % 32 == 0:
                 self.fetch_rows(facts, it, s_control, s_ring, self.team())
@@ -240,163 +205,27 @@ class CrossEntropyRing(CrossEntropyTotal):
             # A block must not end while the other may still send to it.
             cluster_barrier_of_threads()
 
-    # Who does what
-
-    @cute.jit
-    def role(self):
-        """Whether this thread's warp fetches, the group that it belongs to, and its number there."""
-        workers = self.groups * self.row_threads
-        at = cute.arch.thread_idx()[0]
-        fetches = Int32(0)
-        group = at // self.row_threads
-        thread = at % self.row_threads
-        if at >= workers:
-            fetches = Int32(1)
-            group = (at - workers) // 32
-            thread = Int32(0)
-        return fetches, group, thread
-
-    @cute.jit
-    def make_barriers(self, s_control):
-        """One thread makes the barrier objects of all groups; then all may use them."""
-        if cute.arch.thread_idx()[0] == 0:
-            for group in cutlass.range_constexpr(self.groups):
-                s_group = s_control + group * self.control_bytes
-                for place in cutlass.range_constexpr(self.stages):
-                    make_mbarrier(s_group + self.full + 8 * place, 1)
-                    make_mbarrier(s_group + self.empty + 8 * place, self.warps)
-                for place in cutlass.range_constexpr(2):
-                    make_mbarrier(s_group + self.met + 8 * place, 1)
-                for place in cutlass.range_constexpr(self.sent_places):
-                    make_mbarrier(s_group + self.sent + 8 * place, 1)
-            show_mbarriers()
-        if cutlass.const_expr(self.cluster > 1):
-            cluster_barrier()
-        else:
-            barrier()
-
-    def team(self):
-        """The first rows go to the first group of each block, that few rows keep many processors busy."""
-        return self.role()[1] * (self.teams() // self.groups) + cute.arch.block_idx()[0] // self.cluster
-
-    def teams(self):
-        return cute.arch.grid_dim()[0] // self.cluster * self.groups
-
-    def meet(self):
-        named_barrier(1 + self.role()[1], self.row_threads)
-
-    def exchange(self, s_scratch, turn, thread, rank, words):
-        """As in ``StagedRows``; ``turn`` goes from 0 to 3. Two blocks tell one another without a barrier of all."""
-        half = turn & 1
-        if self.cluster == 1:
-            return super().exchange(s_scratch, half, thread, rank, words)
-        lane = thread % 32
-        entries = self.warps * self.cluster
-        s_half = s_scratch + half * (entries * self.entry_bytes)
-        group = self.role()[1]
-        # The scratches of all groups come first, then what controls them.
-        s_met = (
-            s_scratch + (self.groups - group) * self.scratch_bytes + group * self.control_bytes + self.met + half * 8
-        )
-        s_mine = s_half + (rank * self.warps + thread // 32) * self.entry_bytes
-        send(s_mine, words, s_met, lane, lane < self.cluster)
-        self.expect_entries(s_met, thread)
-        wait_for(s_met, turn >> 1)
-        return [(lane + 32 * e, entries, s_half + (lane + 32 * e) * self.entry_bytes) for e in range(-(-entries // 32))]
-
-    def sum_block(self, s_scratch, thread, threads, value):
-        # Not where the other block may be sending its entries already.
-        return super().sum_block(s_scratch + self.sums, thread, threads, value)
-
-    @cute.jit
-    def expect_entries(self, s_met, thread):
-        if thread == 0:
-            arrive_and_expect(s_met, Int32(self.warps * self.cluster * self.entry_bytes))
-
     # The thread that fetches
 
     @cute.jit
     def fetch_rows(self, facts: RowFacts, it: Operands, s_control, s_ring, first_row):
-        """Draw rows and fetch them, as fast as places become empty.
+        """Draw rows and fetch them.
 
-        With a row's last chunk comes the number of the row after it. Of an ignored row there is one chunk, with nothing
-        in it; of the first row all, for to know would take as long as to fetch.
+        Of an ignored row there is one chunk, with nothing in it; of the first row all, for to know would take as long
+        as to fetch.
         """
-        place = Int32(0)
-        parity = Int32(1)
-        sent_place = Int32(0)
-        sent_parity = Int32(0)
+        at = self.fetched()
         row = first_row
         target = it.ignore_index + Int64(1)
         while row < it.rows:
-            drawn = draw(it.g_workspace + WORKSPACE_DRAWN * 4, facts.rank == 0)
             g_vectors, phase, vectors = self.span(it.g_logits, it.logits_stride, row, facts.cols)
             low, high = self.inside(g_vectors, vectors, it.g_logits, it.g_end)
             chunks = facts.chunks
             if target == it.ignore_index:
                 chunks = Int32(1)
                 high = Int32(0)
-            coming = Int32(0)
-            for chunk in cutlass.range(chunks, unroll=1):
-                wait_for(s_control + self.empty + place * 8, parity)
-                if chunk == chunks - 1:
-                    coming = drawn + it.row_step
-                    if cutlass.const_expr(self.cluster > 1):
-                        coming = self.agree(facts, s_control, sent_place, sent_parity, coming)
-                        sent_place, sent_parity = self.behind(sent_place, sent_parity, self.sent_places)
-                    store_shared_word(s_control + self.coming + place * 4, coming)
-                self.fetch_chunk(
-                    facts, s_control + self.full + place * 8, s_ring + place * self.chunk_bytes, g_vectors, chunk,
-                    low, high,
-                )  # fmt: skip
-                place, parity = self.behind(place, parity, self.stages)
-            target = self.load_target(it.g_target, coming, coming < it.rows, it.ignore_index)
-            row = coming
-
-    @cute.jit
-    def behind(self, place, parity, places: cutlass.Constexpr):
-        """The place behind one, and the parity of its phase."""
-        place = place + 1
-        if place == places:
-            place = Int32(0)
-            parity = parity ^ 1
-        return place, parity
-
-    @cute.jit
-    def fetch_chunk(self, facts: RowFacts, s_full, s_chunk, g_vectors, chunk, low, high):
-        """Ask for the vectors of one chunk that are of [low, high)."""
-        # In one piece, unless another block's vectors lie between.
-        pieces = 1 if self.cluster == 1 else self.unroll
-        width = self.row_threads * self.unroll // pieces
-        starts, counts, begins = [], [], []
-        size = Int32(0)
-        for piece in cutlass.range_constexpr(pieces):
-            begin = (chunk * pieces + piece) * (width * self.cluster) + facts.rank * width
-            start = larger(begin, low)
-            count = larger(smaller(begin + width, high) - start, Int32(0))
-            begins.append(begin)
-            starts.append(start)
-            counts.append(count)
-            size = size + count * VECTOR_BYTES
-        arrive_and_expect(s_full, size)
-        for piece in cutlass.range_constexpr(pieces):
-            copy_bulk(
-                s_chunk + (piece * width + starts[piece] - begins[piece]) * VECTOR_BYTES,
-                g_vectors + Int64(starts[piece]) * VECTOR_BYTES,
-                counts[piece] * VECTOR_BYTES,
-                s_full,
-                counts[piece] > 0,
-            )
-
-    def agree(self, facts, s_control, place, parity, number):
-        """The number that the first block of the cluster has drawn."""
-        s_number = s_control + self.numbers + place * 4
-        s_sent = s_control + self.sent + place * 8
-        for block in range(self.cluster):
-            send(s_number, [number], s_sent, Int32(block), facts.rank == 0)
-        arrive_and_expect(s_sent, Int32(4))
-        wait_for(s_sent, parity)
-        return load_shared_word(s_number)
+            row, at = self.fetch_row(facts, it, s_control, s_ring, g_vectors, low, high, chunks, at)
+            target = self.load_target(it.g_target, row, row < it.rows, it.ignore_index)
 
     # The threads that sum
 
@@ -487,13 +316,6 @@ class CrossEntropyRing(CrossEntropyTotal):
         return place, parity, turn, coming
 
     @cute.jit
-    def release(self, s_control, place):
-        """A warp has read what is at a place."""
-        warp_barrier()
-        if cute.arch.thread_idx()[0] % 32 == 0:
-            arrive(s_control + self.empty + place * 8)
-
-    @cute.jit
     def keep(self, facts, it, row, coming, loss, lse):
         """Store what is known of a row; before its gradient, since to announce waits for what the thread has stored."""
         if facts.first == 0:
@@ -557,55 +379,8 @@ class CrossEntropyRing(CrossEntropyTotal):
         return highest, total, coming, place, parity
 
     @cute.jit
-    def take_chunk(self, s_control, s_ring, place, parity, is_last: cutlass.Constexpr):
-        """This thread's vectors of the chunk that comes next; with the row's last the number of the row after it."""
-        wait_for(s_control + self.full + place * 8, parity)
-        words = [load_shared(self.slot(s_ring + place * self.chunk_bytes, u)) for u in range(self.unroll)]
-        coming = Int32(0)
-        if cutlass.const_expr(is_last):
-            coming = load_shared_word(s_control + self.coming + place * 4)
-        self.release(s_control, place)
-        place, parity = self.behind(place, parity, self.stages)
-        return words, coming, place, parity
-
-    @cute.jit
-    def with_edges(
-        self, facts, it, chunk_words, g_vectors, chunk, phase, vectors,
-        at_start: cutlass.Constexpr, at_end: cutlass.Constexpr,
-    ):  # fmt: skip
-        """With the vectors that reach beyond the tensor's memory, as only its first and last rows have them."""
-        whole = []
-        for u in cutlass.range_constexpr(self.unroll):
-            a, b, c, d = chunk_words[u]
-            if cutlass.const_expr(self.ragged and (at_end or (at_start and u == 0))):
-                low, high = self.inside(g_vectors, vectors, it.g_logits, it.g_end)
-                vector = self.vector(facts.first, chunk * self.unroll + u)
-                if (vector < low) | ((vector >= high) & (vector < vectors)):
-                    a, b, c, d = pack(self.dtype, self.load_edge(g_vectors, vector, phase, facts.cols))
-            whole.append([a, b, c, d])
-        return whole
-
-    def elements_of_row(self, facts, chunk_words, chunk, phase, vectors, at_start, at_end):
-        """A chunk's elements, -inf for those that are not of the row."""
-        elements = []
-        for u, words in enumerate(chunk_words):
-            vector = self.vector(facts.first, chunk * self.unroll + u)
-            if self.ragged and (at_end or (at_start and u == 0)):
-                col = vector * self.width - phase
-                elements += [
-                    select_below(col + lane, facts.cols, x, Float32(float("-inf")))
-                    for lane, x in enumerate(unpack(self.dtype, words))
-                ]
-            elif at_end:
-                elements += unpack(self.dtype, select_words(vector < vectors, words, self.lowest()))
-            else:
-                elements += unpack(self.dtype, words)
-        return elements
-
-    @cute.jit
     def write_held(self, facts, held, g_out, phase, vectors, y, x_y, highest, pull, scale):
         """Write the gradient of the row that is held: pull * 2**((t - highest) * power) - scale * [c = y]."""
-        g_thread = g_out + Int64(facts.first) * VECTOR_BYTES
         for index in cutlass.range_constexpr(len(held)):
             vector = self.vector(facts.first, Int32(index))
             # A branch, also where it is always taken: otherwise the compiler computes all vectors before it stores the
@@ -614,12 +389,7 @@ class CrossEntropyRing(CrossEntropyTotal):
                 values = self.gradient_values(
                     facts, unpack(self.dtype, held[index]), vector * self.width - phase, highest, pull, scale
                 )
-                whole = self.whole(vector, phase, vectors, facts.cols)
-                store_global(g_thread + index * self.step * VECTOR_BYTES, pack(self.dtype, values), whole)
-                at_end = index >= len(held) - self.end_chunks * self.unroll
-                if cutlass.const_expr(self.ragged and (at_end or index == 0)):
-                    if not whole:
-                        self.store_edge(g_out, vector, phase, facts.cols, values)
+                self.store_held(facts, index, len(held), g_out, phase, vectors, values)
         # The thread that stored the target's vector stores the target once more: its two stores keep their order.
         if (y < facts.cols) & self.owns(facts.first, (phase + y) // self.width):
             self.target_gradient(facts, y, x_y, Float32(1.0), g_out, phase, highest, pull, scale)

@@ -7,9 +7,7 @@ from typing import NamedTuple
 from cutlass import Float32, Int32, Int64, cute
 
 from ._cross_entropy_rows import CrossEntropyRows
-from ._device import (
-    load_float,
-)
+from ._device import load_float
 
 # Where the denominator of a scalar reduction comes from. The counted ones are neighbours.
 (
@@ -21,11 +19,6 @@ from ._device import (
     DENOMINATOR_VALUE,
     DENOMINATOR_POINTER,
 ) = range(7)
-
-# The workspace, in 32-bit words, is all 0 between launches. Its first words are counters: of blocks (with rings: groups
-# of threads) that are done, and others of each form; behind them blocks may keep sums.
-WORKSPACE_DONE = 33
-WORKSPACE_SUMS = 64
 
 # What the threads of a block (with rings: of a group) tell one another has places in the notes. This one: how many were
 # done before.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, cute
 
-from ._schedule import NOTE_BYTES, VECTOR_BYTES, Schedule, most_vectors
+from ._schedule import MET_BYTES, NOTE_BYTES, VECTOR_BYTES, Schedule, most_vectors
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -432,6 +432,16 @@ def cluster_barrier():
     ptx("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
 
 
+def cluster_arrive():
+    """Half of a barrier of all threads of the cluster, which shows nothing but barrier objects just made."""
+    ptx("barrier.cluster.arrive.relaxed.aligned;")
+
+
+def cluster_wait():
+    """The other half."""
+    ptx("barrier.cluster.wait.acquire.aligned;")
+
+
 def cluster_barrier_of_threads():
     """The same where the threads of a warp may come one by one."""
     ptx("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;")
@@ -515,6 +525,7 @@ class StagedRows:
         self.entry_bytes = 4 * entry_words
         self.scratch_bytes = schedule.scratch_bytes(entry_words)
         self.notes = self.scratch_bytes - NOTE_BYTES
+        self.met = self.notes - MET_BYTES
 
     def lowest(self):
         """A word of -inf elements."""
@@ -840,3 +851,39 @@ class StagedRows:
                 self.store_edge(g_out, Int32(0), phase, cols, zeros)
             if (vectors > first) & (self.vector(first, last) == vectors - 1) & (last < chunks * self.unroll):
                 self.store_edge(g_out, vectors - 1, phase, cols, zeros)
+
+
+class MeetingRows(StagedRows):
+    """Rows whose blocks, in a cluster, tell one another what they know of a row without a barrier of all threads.
+
+    There is a barrier object for each half of the scratch. Who has started the copies of a row, or waits for them,
+    need not wait for the others before they send.
+    """
+
+    @cute.jit
+    def make_met(self, s_scratch, thread):
+        """Make the two barrier objects; to be shown to the cluster before the first exchange."""
+        if thread == 0:
+            for half in cutlass.range_constexpr(2):
+                make_mbarrier(s_scratch + self.met + 8 * half, 1)
+            show_mbarriers()
+
+    def exchange(self, s_scratch, turn, thread, rank, words):
+        """As in ``StagedRows``; ``turn`` goes from 0 to 3, for a barrier object has phases."""
+        half = turn & 1
+        if self.cluster == 1:
+            return super().exchange(s_scratch, half, thread, rank, words)
+        lane = thread % 32
+        entries = self.warps * self.cluster
+        s_half = s_scratch + half * (entries * self.entry_bytes)
+        s_met = s_scratch + self.met + 8 * half
+        s_mine = s_half + (rank * self.warps + thread // 32) * self.entry_bytes
+        send(s_mine, words, s_met, lane, lane < self.cluster)
+        self.expect_entries(s_met, thread, 4 * len(words) * entries)
+        wait_for(s_met, turn >> 1)
+        return [(lane + 32 * e, entries, s_half + (lane + 32 * e) * self.entry_bytes) for e in range(-(-entries // 32))]
+
+    @cute.jit
+    def expect_entries(self, s_met, thread, size: cutlass.Constexpr):
+        if thread == 0:
+            arrive_and_expect(s_met, Int32(size))

@@ -18,7 +18,9 @@ from typing import NamedTuple
 
 VECTOR_BYTES = 16
 
-# Shared memory behind what the reductions use, for words that a block's threads tell one another; see ``StagedRows``.
+# Shared memory behind what the reductions use: two barrier objects of those in a cluster, and words that a block's
+# threads tell one another; see ``MeetingRows`` and ``StagedRows``.
+MET_BYTES = 16
 NOTE_BYTES = 16
 
 # Row numbers and columns are 32-bit in the kernels; offsets are not.
@@ -32,6 +34,12 @@ MOST_AT_A_TIME = 2**30
 def most_vectors(cols, width: int, ragged: bool):
     """The most vectors, of ``width`` elements, that a row can touch; a ragged row may touch one less."""
     return (cols + (2 * width - 2)) // width if ragged else cols // width
+
+
+# Rows that a cluster of more than two blocks takes at most. How many such clusters run at a time depends on how many
+# multiprocessors each of a device's partitions has, which is not the same on all devices of a name; with one wave of
+# clusters, one that finds no place would do its whole share after all others have ended.
+ROWS_OF_LARGE_CLUSTER = 8
 
 
 class Schedule(NamedTuple):
@@ -63,13 +71,25 @@ class Schedule(NamedTuple):
         return self.threads // self.row_threads
 
     def teams(self, blocks: int) -> int:
-        """Teams, those that report together, of a launch; see ``_cross_entropy_total``."""
+        """Of a launch of so many blocks: threads that report together what they have done, here those of a cluster."""
         return blocks // self.cluster
+
+    def grid(self, most_blocks: int, rows: int) -> int:
+        """Blocks to launch; ``most_blocks``: those that the device holds at a time, a multiple of the cluster."""
+
+        def blocks_of(rows_each: int) -> int:
+            return -(-rows // (self.groups * rows_each)) * self.cluster
+
+        if self.cluster > 2:
+            most_blocks = max(most_blocks, blocks_of(self.rows or ROWS_OF_LARGE_CLUSTER))
+        elif self.rows and blocks_of(self.rows) >= 2 * most_blocks:
+            most_blocks = blocks_of(self.rows)
+        return min(most_blocks, blocks_of(1))
 
     def scratch_bytes(self, entry_words: int) -> int:
         """Shared memory for reductions: two halves, an entry per warp of the row; at least a word per warp; notes."""
         entries = max(1, self.row_threads // 32) * self.cluster
-        needed = max(2 * entries * 4 * entry_words, 4 * (self.threads // 32)) + NOTE_BYTES
+        needed = max(2 * entries * 4 * entry_words, 4 * (self.threads // 32)) + MET_BYTES + NOTE_BYTES
         return -(-needed // 128) * 128
 
     def chunks(self, vectors: int) -> int:
@@ -108,9 +128,18 @@ class Ring(NamedTuple):
     def threads(self) -> int:
         return self.groups * (self.row_threads + 32)
 
+    @property
+    def blocks(self) -> int:
+        """As in ``Schedule``."""
+        return 1
+
     def teams(self, blocks: int) -> int:
-        """As ``Schedule.teams``."""
+        """As ``Schedule.teams``: the groups, with those of the other block in a cluster."""
         return blocks // self.cluster * self.groups
+
+    def grid(self, most_blocks: int, rows: int) -> int:
+        """As ``Schedule.grid``."""
+        return min(most_blocks, rows * self.cluster)
 
     @property
     def chunk_bytes(self) -> int:
@@ -121,24 +150,20 @@ class Ring(NamedTuple):
     def sent_places(self) -> int:
         """Numbers on the way between the blocks of a cluster, at most.
 
-        Of the rows in a ring, one chunk each if all are ignored, of the row that a block may be ahead of the other, and
-        of the one that is being read.
+        Of the rows in a ring, one chunk each if all are ignored, and of the row that a block may be ahead of the other.
         """
-        return self.stages + 2 if self.cluster > 1 else 0
+        return self.stages + 1 if self.cluster > 1 else 0
 
     @property
     def control_bytes(self) -> int:
-        """Of what controls a group's ring; see ``CrossEntropyRing``."""
-        objects = 2 * self.stages + 2 + self.sent_places
+        """Of what controls a group's ring; see ``RingRows``."""
+        objects = 2 * self.stages + self.sent_places
         return _round_up(8 * objects + 4 * (self.stages + self.sent_places), 128)
 
-    def entries_bytes(self, entry_words: int) -> int:
-        """Of what the warps of a group tell one another: two halves, an entry a warp."""
-        return 2 * self.row_threads // 32 * self.cluster * 4 * entry_words
-
     def scratch_bytes(self, entry_words: int) -> int:
-        """Entries, a word a warp, and notes."""
-        return _round_up(self.entries_bytes(entry_words) + self.row_threads // 8 + NOTE_BYTES, 128)
+        """Two halves with an entry a warp of the group, and behind them what ``Schedule`` has there."""
+        entries = 2 * self.row_threads // 32 * self.cluster
+        return _round_up(entries * 4 * entry_words + MET_BYTES + NOTE_BYTES, 128)
 
     def chunks(self, vectors: int) -> int:
         """Of a row of at most that many vectors."""
@@ -205,7 +230,7 @@ def machine(capability: tuple[int, int], processors: int) -> Machine:
 RESERVED_BYTES = 1024
 
 
-def resident_blocks(machine: Machine, schedule: Schedule, shared_bytes: int) -> int:
+def resident_blocks(machine: Machine, schedule: Schedule | Ring, shared_bytes: int) -> int:
     """Blocks that one multiprocessor holds at a time."""
     return max(1, min(schedule.blocks, machine.processor_bytes // (shared_bytes + RESERVED_BYTES)))
 
@@ -321,9 +346,8 @@ def shared_bytes(schedule: Schedule, vectors: int, inputs: int, entry_words: int
         entry_words: words of the kernel's reductions.
         whole_rows: whether a stage is a row, or a chunk of one.
     """
-    groups = schedule.threads // schedule.row_threads
     slot = schedule.slot_bytes(schedule.chunks(vectors) if whole_rows else 1)
-    return schedule.scratch_bytes(entry_words) + inputs * groups * schedule.stages * slot
+    return schedule.scratch_bytes(entry_words) + inputs * schedule.groups * schedule.stages * slot
 
 
 def streamed(machine: Machine, vectors: int, ragged: bool = False, element_bytes: int = 2) -> Schedule:
@@ -392,28 +416,7 @@ def ring(machine: Machine, vectors: int, gradient: bool) -> Ring | None:
     return found._replace(held=found.chunks(vectors)) if gradient else found
 
 
-# Rows that a cluster of more than two blocks takes at most. How many such clusters run at a time depends on how many
-# multiprocessors each of a device's partitions has, which is not the same on all devices of a name; with one wave of
-# clusters, one that finds no place would do its whole share after all others have ended.
-ROWS_OF_LARGE_CLUSTER = 8
-
-
-def grid_blocks(schedule: Schedule | Ring, most_blocks: int, rows: int) -> int:
-    """Blocks to launch; ``most_blocks``: those that the device holds at a time, a multiple of the cluster."""
-    if isinstance(schedule, Ring):
-        return min(most_blocks, rows * schedule.cluster)
-
-    def blocks_of(rows_each: int) -> int:
-        return -(-rows // (schedule.threads // schedule.row_threads * rows_each)) * schedule.cluster
-
-    if schedule.cluster > 2:
-        most_blocks = max(most_blocks, blocks_of(schedule.rows or ROWS_OF_LARGE_CLUSTER))
-    elif schedule.rows and blocks_of(schedule.rows) >= 2 * most_blocks:
-        most_blocks = blocks_of(schedule.rows)
-    return min(most_blocks, blocks_of(1))
-
-
-def most_blocks(machine: Machine, schedule: Schedule, block_shared_bytes: int) -> int:
+def most_blocks(machine: Machine, schedule: Schedule | Ring, block_shared_bytes: int) -> int:
     """Blocks that the device holds at a time, a multiple of the cluster."""
     blocks = machine.processors * resident_blocks(machine, schedule, block_shared_bytes)
     return max(schedule.cluster, blocks // schedule.cluster * schedule.cluster)

@@ -17,6 +17,7 @@ scalar reductions whose denominator is known before the logits are read, is as i
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,11 +25,11 @@ from loss_core.backend import CrossEntropyForward as ForwardResult
 from loss_core.backend import PreparedCrossEntropy, UnsupportedInput, refuse_shard
 from loss_core.memory import allocator, zeroed_words
 
-from . import _schedule
+from . import _cross_entropy_forward, _cross_entropy_ring, _schedule
 from ._compile import compiled
 from ._cross_entropy_backward import CrossEntropyBackward, CrossEntropyRescale, backward_arguments, rescale_arguments
-from ._cross_entropy_forward import COUNT_UNROLL, MOST_SLICES, CrossEntropyForward, forward_arguments, workspace_words
-from ._cross_entropy_ring import FEW_RING_SLICES, MOST_RING_SLICES, TARGETS_UNROLL, WORKSPACE_WORDS, CrossEntropyRing
+from ._cross_entropy_forward import COUNT_UNROLL, CrossEntropyForward, forward_arguments
+from ._cross_entropy_ring import TARGETS_UNROLL, CrossEntropyRing
 from ._cross_entropy_rows import ENTRY_WORDS
 from ._cross_entropy_total import (
     DENOMINATOR_BYTES_32,
@@ -55,8 +56,10 @@ class ForwardPlan(NamedTuple):
     Attributes:
         launch: the compiled kernel.
         schedule: what it was compiled for.
-        most_blocks: blocks that the device holds at a time; see ``_schedule.grid_blocks``.
+        most_blocks: blocks that the device holds at a time; see ``Schedule.grid``.
         slice_rows: targets that a block counts at a time.
+        slices_and_words: of the kernel's module: from rows, teams and the most slices, the slices that are counted, and
+            64-bit words of the workspace.
         denominator_kind: what the sum is divided by where no ``num_items`` says it.
         gradient: whether the kernel writes the gradient; False for rows that fit nowhere.
         reports: whether the kernel needs a workspace.
@@ -68,6 +71,7 @@ class ForwardPlan(NamedTuple):
     schedule: _schedule.Schedule | _schedule.Ring
     most_blocks: int
     slice_rows: int
+    slices_and_words: Callable[[int, int, int], tuple[int, int]]
     denominator_kind: int
     gradient: bool
     reports: bool
@@ -76,14 +80,9 @@ class ForwardPlan(NamedTuple):
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """Blocks of a launch for so many rows, slices that are counted, and 64-bit words of the workspace."""
-        blocks = _schedule.grid_blocks(self.schedule, self.most_blocks, rows)
-        teams = self.schedule.teams(blocks)
-        slices = -(-rows // self.slice_rows)
-        if isinstance(self.schedule, _schedule.Ring):
-            # Their number is bounded for the step of the loop over targets, which must not count beyond 32 bits.
-            most = MOST_RING_SLICES if rows < 2**31 - 2**24 else FEW_RING_SLICES
-            return blocks, min(most, slices), WORKSPACE_WORDS
-        return blocks, min(MOST_SLICES, teams, slices), workspace_words(teams)
+        blocks = self.schedule.grid(self.most_blocks, rows)
+        slices, words = self.slices_and_words(rows, self.schedule.teams(blocks), -(-rows // self.slice_rows))
+        return blocks, slices, words
 
 
 class TiledPlan(NamedTuple):
@@ -303,6 +302,7 @@ def make_forward_plan(
         schedule=schedule,
         most_blocks=_schedule.most_blocks(machine, schedule, shared_bytes),
         slice_rows=schedule.threads * COUNT_UNROLL,
+        slices_and_words=_cross_entropy_forward.slices_and_words,
         denominator_kind=_denominator_kind(options.reduction, weighted, byte_dtype),
         gradient=gradient,
         reports=options.reduction != "none",
@@ -326,8 +326,9 @@ def make_ring_plan(machine, dtype, cols, ring, ragged, target_dtype, gradient, b
     return ForwardPlan(
         launch=launch,
         schedule=ring,
-        most_blocks=max(ring.cluster, machine.processors // ring.cluster * ring.cluster),
+        most_blocks=_schedule.most_blocks(machine, ring, ring.shared_bytes()),
         slice_rows=32 * TARGETS_UNROLL,
+        slices_and_words=_cross_entropy_ring.slices_and_words,
         denominator_kind=_denominator_kind(options.reduction, False, byte_dtype),
         gradient=gradient,
         reports=True,
@@ -472,7 +473,7 @@ def make_backward_plan(machine, dtype, cols, schedule, ragged, target_dtype, wei
     return TiledPlan(
         launch=launch,
         tiles=tiles,
-        groups=schedule.threads // schedule.row_threads,
+        groups=schedule.groups,
         few_blocks=machine.processors * schedule.blocks,
         scalar=options.reduction != "none",
         weight_sum=weighted and smoothing,
@@ -519,7 +520,7 @@ def make_rescale_plan(machine, dtype, cols, schedule, ragged, target_dtype):
     return TiledPlan(
         launch=launch,
         tiles=tiles,
-        groups=schedule.threads // schedule.row_threads,
+        groups=schedule.groups,
         few_blocks=machine.processors * schedule.blocks,
         scalar=True,
         weight_sum=False,

@@ -28,9 +28,10 @@ from ._device import (
     LN2,
     LOG2E,
     LOWEST,
-    StagedRows,
+    MeetingRows,
     add,
-    cluster_barrier,
+    cluster_arrive,
+    cluster_wait,
     commit,
     divide,
     exp2,
@@ -52,7 +53,7 @@ from ._schedule import VECTOR_BYTES, Schedule, most_vectors
 ENTRY_WORDS = 2
 
 
-class SoftmaxForward(StagedRows):
+class SoftmaxForward(MeetingRows):
     """y = softmax(x) or log_softmax(x) over rows. ``held``: rows are kept in shared memory."""
 
     def __init__(self, dtype, schedule: Schedule, ragged: bool, *, log: bool, held: bool):
@@ -103,11 +104,11 @@ class SoftmaxForward(StagedRows):
         stage_bytes = chunks * (self.unroll * self.row_threads * VECTOR_BYTES)
         s_slots = s_scratch + self.scratch_bytes + group * (self.stages * stage_bytes) + thread * VECTOR_BYTES
         g_end = g_input + (Int64(rows - 1) * input_stride + Int64(cols)) * self.element_bytes
+        if cutlass.const_expr(self.cluster > 1):
+            self.make_met(s_scratch, thread)
+            cluster_arrive()
         if cutlass.const_expr(self.held):
             self.fill_tails(s_slots, chunks, cols, first, self.lowest())
-        if cutlass.const_expr(self.cluster > 1):
-            # A block must not write to the shared memory of one that has not started.
-            cluster_barrier()
         if cutlass.const_expr(self.held):
             for s in cutlass.range_constexpr(self.stages):
                 early_row = first_row + s * row_step
@@ -118,8 +119,11 @@ class SoftmaxForward(StagedRows):
                     self.start_row(s_early, g_early, first, chunks, early_low, early_high)
                     self.copy_edges(s_early, g_early, first, early_phase, early_vectors, early_low, early_high, cols)
                 commit()
+        if cutlass.const_expr(self.cluster > 1):
+            # A block must not send to one that has not started.
+            cluster_wait()
         stage = Int32(0)
-        parity = Int32(0)
+        turn = Int32(0)
         for row in cutlass.range(first_row, rows, row_step, unroll=1):
             g_vectors, phase, vectors = self.span(g_input, input_stride, row, cols)
             g_out, out_phase, out_vectors = self.span(g_output, output_stride, row, cols)
@@ -143,10 +147,8 @@ class SoftmaxForward(StagedRows):
                 if (last > 0) & self.owns(first, last) & (not self.whole(last, phase, vectors, cols)):
                     raw = self.load_edge(g_vectors, last, phase, cols, float("-inf"))
                     highest, total = self.absorb_values(raw, Float32(LOG2E), highest, total)
-            parity = parity ^ 1
-            highest, total, sums, best = self.reduce_row(
-                s_scratch, parity, thread, rank, Float32(LOG2E), highest, total
-            )
+            highest, total, sums, best = self.reduce_row(s_scratch, turn, thread, rank, Float32(LOG2E), highest, total)
+            turn = (turn + 1) & 3
             log_total = log2(total) * Float32(LN2)
             inverse = divide(Float32(1.0), total)
 
@@ -215,7 +217,7 @@ class SoftmaxForward(StagedRows):
         self.store_edge(g_out, vector, phase, cols, self.results(raw, highest, log_total, inverse))
 
 
-class SoftmaxBackward(StagedRows):
+class SoftmaxBackward(MeetingRows):
     """dx from dy and y, of softmax or log_softmax, over rows. A stage holds a row of y and one of dy."""
 
     def __init__(self, dtype, schedule: Schedule, ragged: bool, *, log: bool, held: bool):
@@ -274,11 +276,11 @@ class SoftmaxBackward(StagedRows):
         last_row = Int64(rows - 1)
         g_y_end = g_output + (last_row * output_stride + Int64(cols)) * self.element_bytes
         g_dy_end = g_upstream + (last_row * upstream_stride + Int64(cols)) * self.element_bytes
+        if cutlass.const_expr(self.cluster > 1):
+            self.make_met(s_scratch, thread)
+            cluster_arrive()
         if cutlass.const_expr(self.held):
             self.fill_tails(s_slots, chunks, cols, first, Uint32(0), parts=2)
-        if cutlass.const_expr(self.cluster > 1):
-            # A block must not write to the shared memory of one that has not started.
-            cluster_barrier()
         if cutlass.const_expr(self.held):
             for s in cutlass.range_constexpr(self.stages):
                 early_row = first_row + s * row_step
@@ -295,8 +297,11 @@ class SoftmaxBackward(StagedRows):
                         s_early + part_bytes, g_early, first, early_phase, early_vectors, early_low, early_high, cols
                     )
                 commit()
+        if cutlass.const_expr(self.cluster > 1):
+            # A block must not send to one that has not started.
+            cluster_wait()
         stage = Int32(0)
-        parity = Int32(0)
+        turn = Int32(0)
         for row in cutlass.range(first_row, rows, row_step, unroll=1):
             g_y, phase, vectors = self.span(g_output, output_stride, row, cols)
             g_dy, dy_phase, dy_vectors = self.span(g_upstream, upstream_stride, row, cols)
@@ -335,8 +340,8 @@ class SoftmaxBackward(StagedRows):
                     dy = load_element(self.dtype, g_dy + (Int64(dy_phase) + Int64(col)) * self.element_bytes)
                     terms = self.terms([y], [dy])
                     dot = dot + terms[0]
-            parity = parity ^ 1
-            sums = self.reduce_sums(s_scratch, parity, thread, rank, [dot])
+            sums = self.reduce_sums(s_scratch, turn, thread, rank, [dot])
+            turn = (turn + 1) & 3
             dot = sums[0]
 
             next_row = row + self.stages * row_step
@@ -540,7 +545,7 @@ def _prepare(device, dtype, rows, cols, stride, offset, log):
 
 def _numbers(plan, rows, cols):
     """What a launch takes after the addresses and strides."""
-    grid = _schedule.grid_blocks(plan.schedule, plan.most_blocks, rows)
+    grid = plan.schedule.grid(plan.most_blocks, rows)
     return rows, cols, plan.chunks, grid, plan.shared_bytes
 
 
