@@ -39,11 +39,13 @@ def test_blocks_of_the_backward(vector):
         assert block % (lanes * vector) == 0
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_softmax_blocks_end_within_the_row(direction):
+def test_softmax_blocks_end_within_the_row(direction, log, size):
     """A schedule that holds nothing has its rows whole in one block."""
     for classes in WIDTHS:
-        rows, block, hold, warps = softmax._schedule(direction, classes)
+        rows, block, hold, warps = softmax._schedule(direction, classes, log, size)
         if hold == 0:
             assert classes <= block
             continue

@@ -192,7 +192,7 @@ def cross_entropy_fwd_grad_kernel(
             x = tl.load(vectors(row_ptr + head, columns, VECTOR), eviction_policy="evict_last").to(tl.float32)
             peaks, totals = online_sum(x, peaks, totals, log2_scale, LANES, VECTOR)
         if not HELD_FIRST:
-            held = tl.load(held_ptr, mask=in_held, other=float("-inf"))
+            held = tl.load(held_ptr, mask=in_held, other=float("-inf"), eviction_policy="evict_first")
         x_held = held.to(tl.float32)
         peak = tl.max(tl.maximum(peaks, lane_max(x_held, LANES)), 0)
         if EDGES:
@@ -218,12 +218,14 @@ def cross_entropy_fwd_grad_kernel(
         of_target = logit_scale / denominator
         of_softmax = tl.where(valid, of_target / total, float("nan"))
         held_grad = (tl.exp2((held.to(tl.float32) - peak) * log2_scale) * of_softmax).to(grad_ptr.dtype.element_ty)
-        tl.store(vectors(grad_row_ptr + head, held_columns, VECTOR), held_grad, mask=in_held, cache_modifier=".cs")
+        tl.store(
+            vectors(grad_row_ptr + head, held_columns, VECTOR), held_grad, mask=in_held, eviction_policy="evict_first"
+        )
         for block in range(blocks):
             columns = block_columns((blocks - 1 - block) * BLOCK, BLOCK, LANES * VECTOR)
             x = tl.load(vectors(row_ptr + head, columns, VECTOR), eviction_policy="evict_first").to(tl.float32)
             grad = (tl.exp2((x - peak) * log2_scale) * of_softmax).to(grad_ptr.dtype.element_ty)
-            tl.store(vectors(grad_row_ptr + head, columns, VECTOR), grad, cache_modifier=".cs")
+            tl.store(vectors(grad_row_ptr + head, columns, VECTOR), grad, eviction_policy="evict_first")
         if EDGES:
             edge_grad = (tl.exp2((x_edge - peak) * log2_scale) * of_softmax).to(grad_ptr.dtype.element_ty)
             tl.store(grad_row_ptr + edges, edge_grad, mask=in_edge)

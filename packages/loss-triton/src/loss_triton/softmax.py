@@ -269,44 +269,54 @@ class Schedule(NamedTuple):
 # two warps cost a sixth at 1000 columns. Hints to evict what whole rows read and write cost 3 to 5%.
 _PER_WARP = 1024
 # Rows this wide are taken whole. In between, a power of two is too much wider than the row: at 12000 columns of
-# float32 the loop has 95% and 99%, the whole row 92% and 94% (H200).
-_WHOLE = (range(1, 8193), range(12289, 16385))
+# float32 the loop has 95% and 99%, the whole row 92% and 94% (H200). At 16384 columns of 2 bytes the loop has 90%
+# forward, the whole row 88% (H200, whole calls).
+_WHOLE = {"forward": (range(1, 8193),), "backward": (range(1, 8193), range(12289, 16385))}
 # Beyond, the loop: the widest row and its schedule. A larger block spends fewer instructions on running sums, and what
 # is held is not read again. A row's second reading has to find it in L2, so what counts for the longest is how few
 # rows are under way: one program per multiprocessor, which is what 32 elements in each of 1024 threads leave room for,
 # has 97% at 128256 columns forward; two or more of 16384 elements have 79%, with 8192 and 8 warps 66% (H200). The
-# backward of softmax reads two tensors and has 77% there, of log-softmax, whose first sweep reads one, 96%. 132
-# rows of 190000 columns of 2 bytes fill the L2 cache; from there on the limit is that of reading twice, 66%, which
-# 2**20 columns have.
+# backward reads two tensors, so that there what is held counts. 132 rows of 190000 columns of
+# 2 bytes fill the L2 cache; from there on the limit is that of reading twice, 66%, which 2**20 columns have.
 #
 # Tried and not taken: the row split over programs that stay and exchange their maxima and sums through memory, so that
 # it is read once. At 128256 columns forward 93% (32 programs of 4096 elements), backward 96% (16 of 8192); at 2**20
 # 76% and 67% (128 of 8192); at 50257 94% and 89%, at 32000 85% and 93%, less than the loop. It hangs where its
 # programs do not all run at once.
+_FORWARD = (
+    (12288, Schedule(1, 4096, 8192, 16)),
+    (16384, Schedule(1, 8192, 8192, 16)),
+    (32768, Schedule(1, 8192, 16384, 16)),
+)
+_BACKWARD = (
+    (12288, Schedule(1, 4096, 8192, 16)),
+    (65536, Schedule(1, 8192, 16384, 32)),
+)
+# By direction, and whether it is of log-softmax.
 _LOOPS = {
-    "forward": (
-        (12288, Schedule(1, 4096, 8192, 16)),
-        (32768, Schedule(1, 8192, 16384, 16)),
-        # 50257: 96%, and 91% with the one above.
-        (65536, Schedule(1, 16384, 16384, 32)),
-        (None, Schedule(1, 32768, 32768, 32)),
-    ),
-    "backward": (
-        (12288, Schedule(1, 4096, 8192, 16)),
-        (65536, Schedule(1, 8192, 16384, 32)),
-        (None, Schedule(1, 16384, 16384, 32)),
-    ),
+    # 50257: 96%, and 91% with the one above.
+    ("forward", False): (*_FORWARD, (65536, Schedule(1, 16384, 16384, 32)), (None, Schedule(1, 32768, 32768, 32))),
+    # There the same takes 61 registers instead of 32, so that a processor has one program: 78%.
+    ("forward", True): (*_FORWARD, (65536, Schedule(1, 8192, 16384, 16)), (None, Schedule(1, 32768, 32768, 32))),
+    # 4096 x 128256, H200, whole calls: 79.7%, and 77.8% with a held part of 16384 in 32 warps.
+    ("backward", False): (*_BACKWARD, (None, Schedule(1, 16384, 32768, 16))),
+    # 97.8%, and 94.4% with that.
+    ("backward", True): (*_BACKWARD, (None, Schedule(1, 32768, 32768, 32))),
 }
+# Elements of 4 bytes would spill in the last two.
+_WIDEST_BACKWARD_OF_4_BYTES = Schedule(1, 16384, 16384, 32)
 
 
 @functools.cache
-def _schedule(direction: str, classes: int) -> Schedule:
-    """The schedule of rows of `classes` elements."""
-    if any(classes in widths for widths in _WHOLE):
+def _schedule(direction: str, classes: int, log: bool, size: int) -> Schedule:
+    """The schedule of rows of `classes` elements of `size` bytes."""
+    if any(classes in widths for widths in _WHOLE[direction]):
         block = triton.next_power_of_2(classes)
         # 2048 columns have 90% with 1 or 4 warps; the latter gain more from the hints' absence (H200).
         return Schedule(max(1, _PER_WARP // block), block, 0, 4 if block == 2048 else max(1, block // _PER_WARP))
-    return next(schedule for widest, schedule in _LOOPS[direction] if widest is None or classes <= widest)
+    if direction == "backward" and size == 4 and classes > 65536:
+        return _WIDEST_BACKWARD_OF_4_BYTES
+    return next(schedule for widest, schedule in _LOOPS[direction, log] if widest is None or classes <= widest)
 
 
 def _vectors_and_edges(rows: int, classes: int, places: list[tuple[int, int, int]]) -> tuple[int, bool]:
@@ -373,7 +383,8 @@ def _plan(
     places: list[tuple[int, int, int]], LOG: bool,
 ) -> _Plan:  # fmt: skip
     refuse_float64(*dtypes)
-    rows_each, block, hold, warps = _schedule(direction, classes)
+    size = max(dtype.itemsize for dtype in dtypes)
+    rows_each, block, hold, warps = _schedule(direction, classes, LOG, size)
     vector, edges = _vectors_and_edges(rows, classes, places)
     key, threads = (device.index, *dtypes), 32 * warps
     whole, loop = _KERNELS[direction]
