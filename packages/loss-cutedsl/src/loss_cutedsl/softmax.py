@@ -53,13 +53,23 @@ from ._schedule import VECTOR_BYTES, Schedule, most_vectors
 ENTRY_WORDS = 2
 
 
-class SoftmaxForward(MeetingRows):
-    """y = softmax(x) or log_softmax(x) over rows. ``held``: rows are kept in shared memory."""
+class SoftmaxRows(MeetingRows):
+    """What both directions share. ``held``: rows are kept in shared memory."""
 
     def __init__(self, dtype, schedule: Schedule, ragged: bool, *, log: bool, held: bool):
         super().__init__(dtype, schedule, ragged, ENTRY_WORDS)
         self.log = log
         self.held = held
+
+    def edge(self, s_row, g_vectors, first, vector, phase, cols):
+        """The elements of a vector at a row's end, for the thread that has it."""
+        if self.held:
+            return unpack(self.dtype, load_shared(self.slot(s_row, (vector - first) // self.step)))
+        return self.load_edge(g_vectors, vector, phase, cols)
+
+
+class SoftmaxForward(SoftmaxRows):
+    """y = softmax(x) or log_softmax(x) over rows."""
 
     @cute.jit
     def __call__(
@@ -164,10 +174,11 @@ class SoftmaxForward(MeetingRows):
                 aligned = out_phase == phase
             if aligned:
                 if cutlass.const_expr(self.ragged):
-                    if self.owns(first, Int32(0)):
-                        self.write_edge(g_vectors, Int32(0), phase, g_out, cols, highest, log_total, inverse)
-                    if self.owns(first, vectors - 1):
-                        self.write_edge(g_vectors, vectors - 1, phase, g_out, cols, highest, log_total, inverse)
+                    for vector in (Int32(0), vectors - 1):
+                        if self.owns(first, vector):
+                            raw = self.edge(s_row, g_vectors, first, vector, phase, cols)
+                            values = self.results(raw, highest, log_total, inverse)
+                            self.store_edge(g_out, vector, phase, cols, values)
                 for chunk in cutlass.range(chunks, unroll=1):
                     words = self.chunk_words(s_row, g_vectors, first, chunk, phase, vectors, cols)
                     for u in cutlass.range_constexpr(self.unroll):
@@ -212,18 +223,9 @@ class SoftmaxForward(MeetingRows):
             return [(x - highest) - log_total for x in raw]
         return [exp2((x - highest) * Float32(LOG2E)) * inverse for x in raw]
 
-    def write_edge(self, g_vectors, vector, phase, g_out, cols, highest, log_total, inverse):
-        raw = self.load_edge(g_vectors, vector, phase, cols)
-        self.store_edge(g_out, vector, phase, cols, self.results(raw, highest, log_total, inverse))
 
-
-class SoftmaxBackward(MeetingRows):
+class SoftmaxBackward(SoftmaxRows):
     """dx from dy and y, of softmax or log_softmax, over rows. A stage holds a row of y and one of dy."""
-
-    def __init__(self, dtype, schedule: Schedule, ragged: bool, *, log: bool, held: bool):
-        super().__init__(dtype, schedule, ragged, ENTRY_WORDS)
-        self.log = log
-        self.held = held
 
     @cute.jit
     def __call__(
@@ -358,10 +360,11 @@ class SoftmaxBackward(MeetingRows):
                 next_dy_vectors = Int32(0)
             if aligned:
                 if cutlass.const_expr(self.ragged):
-                    if self.owns(first, Int32(0)):
-                        self.write_edge(g_y, g_dy, Int32(0), phase, g_out, cols, dot)
-                    if self.owns(first, vectors - 1):
-                        self.write_edge(g_y, g_dy, vectors - 1, phase, g_out, cols, dot)
+                    for vector in (Int32(0), vectors - 1):
+                        if self.owns(first, vector):
+                            y = self.edge(s_y, g_y, first, vector, phase, cols)
+                            dy = self.edge(s_dy, g_dy, first, vector, phase, cols)
+                            self.store_edge(g_out, vector, phase, cols, self.results(y, dy, dot))
                 for chunk in cutlass.range(chunks, unroll=1):
                     y_words = self.chunk_words(s_y, g_y, first, chunk, phase, vectors, cols)
                     dy_words = self.chunk_words(s_dy, g_dy, first, chunk, phase, vectors, cols)
@@ -417,11 +420,6 @@ class SoftmaxBackward(MeetingRows):
     def edge_dot(self, g_y, g_dy, vector, phase, cols):
         y = self.load_edge(g_y, vector, phase, cols)
         return tree(self.terms(y, self.load_edge(g_dy, vector, phase, cols)), add)
-
-    def write_edge(self, g_y, g_dy, vector, phase, g_out, cols, dot):
-        y = self.load_edge(g_y, vector, phase, cols)
-        dy = self.load_edge(g_dy, vector, phase, cols)
-        self.store_edge(g_out, vector, phase, cols, self.results(y, dy, dot))
 
 
 # Host
