@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -122,12 +123,40 @@ def test_mistakes_are_named(report, words, message, tmp_path, monkeypatch):
     assert not (tmp_path / "s.md").exists()
 
 
-def test_the_table_of_the_readme_is_that_of_the_committed_results(tmp_path):
+@pytest.mark.parametrize("card", ["h100", "h200"])
+def test_the_tables_of_the_readme_are_those_of_the_committed_results(card, tmp_path):
     written = tmp_path / "table.md"
     columns = "torch-nn,torch-compile,quack,triton,cutedsl"
-    files = [f"benchmarks/results/cross_entropy-{name}h200.json" for name in ("", "8192-")]
+    files = [f"benchmarks/results/cross_entropy-{name}{card}.json" for name in ("", "8192-")]
     summarize(*[ROOT / file for file in files], "--summary", written, "--backends", columns)
-    section = (ROOT / "README.md").read_text().split("\n## Speed\n")[1].split("\n## ")[0]
-    assert table_lines(section) == table_lines(written.read_text()), (
+    of_card = next(part for part in speed_of_the_readme().split("\nOn an ") if part.startswith(card.upper()))
+    of_card = of_card.split("\nSoftmax, ")[0]
+    assert table_lines(of_card) == table_lines(written.read_text()), (
         f"make it again: loss-bench report {' '.join(files)} --quiet --summary FILE --backends {columns}"
     )
+
+
+def test_the_softmax_table_of_the_readme_is_that_of_the_committed_results():
+    """Shares of the limit in whole per cent, forward / backward, of bfloat16."""
+    shares = {}
+    for card in ("h200", "h100"):
+        for name in ("seeds", "softmax"):
+            data = json.loads((ROOT / f"benchmarks/results/{name}-{card}.json").read_text())
+            for row in data["rows"]:
+                if (row["op"], row["dtype"]) == ("softmax", "bfloat16") and row["copy_share"]:
+                    key = f"{row['rows']} x {row['classes']}", card, row["backend"], row["pass"]
+                    shares[key] = 100 * row["copy_share"]
+    table = table_lines(speed_of_the_readme().split("\nSoftmax, ")[1])
+    assert len(table) == 7
+    for line in table[2:]:
+        case, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        columns = [
+            (card, backend) for card in ("h200", "h100") for backend in ("torch-compile", "quack", "triton", "cutedsl")
+        ]
+        for (card, backend), cell in zip(columns, cells, strict=True):
+            forward, backward = (shares[case, card, backend, direction] for direction in ("forward", "backward"))
+            assert cell == f"{forward:.0f} / {backward:.0f}%", (case, card, backend)
+
+
+def speed_of_the_readme():
+    return (ROOT / "README.md").read_text().split("\n## Speed\n")[1].split("\n## ")[0]
