@@ -1,4 +1,4 @@
-"""A GPU to run a kernel with rings on in Python: threads, and memory that knows what may be touched, and when.
+"""A GPU to run a kernel on in Python: threads, and memory that knows what may be touched, and when.
 
 One thread runs at a time. Which is next, and when parts of copies land, comes from a seed: a failure can be repeated.
 Races show whatever is drawn: each thread has a vector clock, and an access fails that does not surely come after those
@@ -13,14 +13,19 @@ from random import Random
 from types import SimpleNamespace
 
 import numpy as np
-from loss_cutedsl import _cross_entropy_ring, _cross_entropy_rows, _cross_entropy_total, _device, _ring
+from loss_cutedsl import _cross_entropy_ring, _cross_entropy_rows, _cross_entropy_total, _device, _ring, softmax
 from loss_cutedsl._schedule import VECTOR_BYTES
 
-MODULES = (_device, _ring, _cross_entropy_rows, _cross_entropy_total, _cross_entropy_ring)
+MODULES = (_device, _ring, _cross_entropy_rows, _cross_entropy_total, _cross_entropy_ring, softmax)
 float32 = np.float32
 NAN = float32(np.nan)
 SHARED_BEGIN = 1024
 FAR = 1 << 32
+
+
+def lowest(kernel):
+    """In the place of ``StagedRows.lowest``: a word of -inf elements as words are here."""
+    return (float32(-np.inf),) * (kernel.width // 4)
 
 
 class Memory:
@@ -110,7 +115,7 @@ class Turns:
 
     def choose(self):
         while self.events and (not self.ready or self.random.random() < 0.1):
-            self.events.pop(self.random.randrange(len(self.events)))[1]()
+            self.events.pop(self.random.randrange(len(self.events)))()
         assert self.ready, f"all threads wait: { ({what[0]: len(threads) for what, threads in self.waiting.items()}) }"
         two = self.random.choices(range(len(self.ready)), k=2)
         return self.ready.pop(min(two, key=lambda index: self.slowness[self.ready[index]]))
@@ -169,24 +174,35 @@ class Order:
 class BarrierObject:
     """See ``_device.make_mbarrier``."""
 
-    def __init__(self, key, count, clock):
+    def __init__(self, key, count, maker, clock):
         self.key, self.count, self.pending, self.bytes, self.phase = key, count, count, 0, 0
+        self.maker, self.shown = maker, False
         self.clock, self.passed, self.landed = clock, clock.copy(), []
 
 
 class Launch:
-    """One launch: its threads, shared memory, and what the kernel calls of the device's."""
+    """One launch: its threads, shared memory, and what the kernel calls of the device's.
 
-    def __init__(self, kernel, memory, grid, seed, resident):
-        self.kernel, self.memory, self.grid = kernel, memory, grid
-        self.ring, self.size, self.width = kernel.schedule, kernel.element_bytes, kernel.width
+    Of a block's ``shared_bytes`` the first ``word_bytes`` are words and barrier objects, and the others vectors.
+    """
+
+    def __init__(self, kernel, memory, grid, seed, resident, *, shared_bytes, word_bytes):
+        self.memory, self.grid = memory, grid
+        self.schedule, self.size, self.width = kernel.schedule, kernel.element_bytes, kernel.width
         self.part = self.width // 4
-        self.in_cluster = self.ring.threads * self.ring.cluster
-        count = grid * self.ring.threads
+        self.words_end, self.shared_end = SHARED_BEGIN + word_bytes, SHARED_BEGIN + shared_bytes
+        self.in_cluster = self.schedule.threads * self.schedule.cluster
+        count = grid * self.schedule.threads
         self.turns, self.order = Turns(seed, count), Order(count)
         self.shared, self.kinds, self.on_the_way, self.objects = {}, {}, set(), {}
         self.meetings, self.waits, self.seen, self.versions, self.atomics = {}, {}, {}, {}, {}
-        self.alive = [self.ring.threads] * grid
+        self.arrived = [{} for _ in range(grid // self.schedule.cluster)]
+        self.known, self.unsettled = [set() for _ in range(count)], [set() for _ in range(count)]
+        # Of each thread the copies that it has asked for: groups, the last of which it has not committed.
+        self.copies = [[[]] for _ in range(count)]
+        self.alive = [self.schedule.threads] * grid
+        # Of each block what its threads have seen when they ended, and what has been sent to it: by whom and when.
+        self.ends, self.sent = [self.order.new() for _ in range(grid)], [[] for _ in range(grid)]
         # Clusters start in any order, and no more than ``resident`` run at a time.
         self.to_start = self.turns.random.sample(range(0, count, self.in_cluster), count // self.in_cluster)
         for _ in range(resident):
@@ -197,27 +213,30 @@ class Launch:
             begin = self.to_start.pop()
             self.turns.ready += range(begin, begin + self.in_cluster)
 
-    def run(self, monkeypatch, **arguments):
+    def run(self, monkeypatch, function, **arguments):
         with monkeypatch.context() as patch:
             primitives = self.primitives()
             for module in MODULES:
                 for key, value in primitives.items():
                     if hasattr(module, key):
                         patch.setattr(module, key, value)
-            self.turns.run(lambda: self.kernel.cross_entropy_ring_kernel(**arguments), self.ended)
+            self.turns.run(lambda: function(**arguments), self.ended)
 
     def ended(self, thread):
-        block = thread // self.ring.threads
+        assert not any(self.copies[thread]), "a thread has ended with copies on the way"
+        block = thread // self.schedule.threads
         self.alive[block] -= 1
+        self.order.give(thread, self.ends[block])
         if self.alive[block] == 0:
-            assert all(block != of for of, _ in self.turns.events), "a block has ended to which something is on the way"
-            first = block // self.ring.cluster * self.ring.cluster
-            if not any(self.alive[first : first + self.ring.cluster]):
+            for writer, time in self.sent[block]:
+                assert self.ends[block][writer] >= time, "a block has ended to which something may be on the way"
+            first = block // self.schedule.cluster * self.schedule.cluster
+            if not any(self.alive[first : first + self.schedule.cluster]):
                 self.start_cluster()
 
     def primitives(self):
         arch = SimpleNamespace(
-            thread_idx=lambda: (self.me % self.ring.threads, 0, 0),
+            thread_idx=lambda: (self.me % self.schedule.threads, 0, 0),
             block_idx=lambda: (self.block, 0, 0),
             grid_dim=lambda: (self.grid, 1, 1),
             get_dyn_smem=lambda kind, alignment: SimpleNamespace(toint=lambda: SHARED_BEGIN),
@@ -233,13 +252,15 @@ class Launch:
 
     @property
     def block(self):
-        return self.me // self.ring.threads
+        return self.me // self.schedule.threads
 
     # Threads that meet
 
     def meet(self, key, count, ordered=True, value=None, combine=None):
         """Wait for so many threads; what all of them brought, or what the last has made of it."""
-        values, clock, wanted = self.meetings.setdefault(key, ({}, self.order.new(), count))
+        if key not in self.meetings:
+            self.meetings[key] = {}, self.order.new(), count
+        values, clock, wanted = self.meetings[key]
         assert wanted == count
         assert self.me not in values
         values[self.me] = value
@@ -261,12 +282,28 @@ class Launch:
         self.meet(("named", self.block, number), threads)
 
     def barrier(self):
-        self.named_barrier(0, self.ring.threads)
+        self.named_barrier(0, self.schedule.threads)
 
     def cluster_barrier(self):
         self.meet(("cluster", self.me // self.in_cluster), self.in_cluster)
 
     cluster_barrier_of_threads = cluster_barrier
+
+    def cluster_arrive(self):
+        """Once a launch. It orders nothing: what the others learn of are the barrier objects that have been shown."""
+        arrived = self.arrived[self.me // self.in_cluster]
+        assert self.me not in arrived
+        arrived[self.me] = {found for found in self.objects.values() if found.maker == self.me and found.shown}
+        if len(arrived) == self.in_cluster:
+            self.turns.wake(("cluster", id(arrived)))
+        self.turns.pause()
+
+    def cluster_wait(self):
+        arrived = self.arrived[self.me // self.in_cluster]
+        assert self.me in arrived
+        while len(arrived) < self.in_cluster:
+            self.turns.wait(("cluster", id(arrived)))
+        self.known[self.me].update(*arrived.values())
 
     def warp_barrier(self):
         self.meet(("warp", self.me // 32), 32)
@@ -294,7 +331,8 @@ class Launch:
     def key(self, address, kind, words, block=None):
         """Of shared memory; each word is of one kind for good."""
         assert address % (4 * words) == 0
-        assert SHARED_BEGIN <= address <= SHARED_BEGIN + self.ring.shared_bytes() - 4 * words
+        begin, end = (self.words_end, self.shared_end) if kind == "vector" else (SHARED_BEGIN, self.words_end)
+        assert begin <= address <= end - 4 * words
         key = ((self.block if block is None else block) << 24) + address
         for word in range(words):
             assert self.kinds.setdefault(key + 4 * word, (kind, key)) == (kind, key), "two things at one place"
@@ -304,29 +342,82 @@ class Launch:
         key = self.key(address, kind, words)
         assert key not in self.on_the_way, "read before it is there"
         self.order.reads(self.me, key)
+        self.unsettled[self.me].discard(key)
         return self.shared.get(key, unknown)
 
-    def store_shared_word(self, address, value):
-        key = self.key(address, "word", 1)
-        assert key not in self.on_the_way
+    def store_shared_word(self, address, value, kind="word", words=1):
+        key = self.key(address, kind, words)
+        assert key not in self.on_the_way, "written while something else is on its way there"
         self.order.writes(self.me, key)
+        self.unsettled[self.me].add(key)
         self.shared[key] = value
 
     def load_shared(self, address):
         return self.load_shared_word(address, "vector", 4, [(NAN,) * self.part] * 4)
 
+    def store_shared(self, address, words):
+        self.store_shared_word(address, list(words), "vector", 4)
+
+    def store_shared_element(self, address, value):
+        """Among words one of them, among vectors an element of one."""
+        if address < self.words_end:
+            self.store_shared_word(address, value)
+            return
+        begin = address - address % VECTOR_BYTES
+        vector = self.shared.get(self.key(begin, "vector", 4), [(NAN,) * self.part] * 4)
+        elements = self.unpack(None, vector)
+        elements[(address - begin) // self.size] = value
+        self.store_shared(begin, self.words(elements))
+
+    # Copies that a thread waits for. They may land at any time until then: whatever touches the place meanwhile fails.
+
+    def copy_async(self, address, g_address, wanted):
+        if wanted:
+            assert g_address % VECTOR_BYTES == 0
+            key = self.key(address, "vector", 4)
+            assert key not in self.on_the_way, "two copies to one place"
+            # A store that is neither read nor followed by a wait may come after the copy.
+            assert key not in self.unsettled[self.me], "a copy in no order with a store"
+            self.order.writes(self.me, key)
+            self.on_the_way.add(key)
+            self.copies[self.me][-1].append((key, self.read_vector(g_address)))
+
+    def commit(self):
+        self.copies[self.me].append([])
+
+    def wait(self, pending):
+        groups = self.copies[self.me]
+        while len(groups) - 1 > pending:
+            for key, vector in groups.pop(0):
+                # So that who looks at it comes after this wait.
+                self.order.writes(self.me, key)
+                self.on_the_way.remove(key)
+                self.shared[key] = vector
+        self.unsettled[self.me].clear()
+        self.turns.pause()
+
     # Barrier objects
 
     def object(self, address, block=None):
-        return self.objects[self.key(address, "barrier object", 2, block)]
+        key = self.key(address, "barrier object", 2, block)
+        assert key in self.objects, "a barrier object that has not been made"
+        found = self.objects[key]
+        if found not in self.known[self.me]:
+            assert found.shown, "a barrier object that has not been shown"
+            self.order.reads(self.me, key)
+            self.known[self.me].add(found)
+        return found
 
     def make_mbarrier(self, address, count):
         key = self.key(address, "barrier object", 2)
         assert key not in self.objects
-        self.objects[key] = BarrierObject(key, count, self.order.new())
+        self.order.writes(self.me, key)
+        self.objects[key] = BarrierObject(key, count, self.me, self.order.new())
+        self.known[self.me].add(self.objects[key])
 
     def show_mbarriers(self):
-        pass
+        for found in self.objects.values():
+            found.shown |= found.maker == self.me
 
     def arrive(self, address):
         self.arrive_and_expect(address, 0)
@@ -353,7 +444,7 @@ class Launch:
         found = self.object(address)
         # The phase before the first is over from the start. A thread waits for each phase, one after the other.
         phase = self.waits[self.me, found.key] = self.waits.get((self.me, found.key), -1 - parity) + 1
-        assert phase & 1 == parity
+        assert phase & 1 == parity, "a phase left out, or waited for twice"
         self.turns.pause()
         while found.phase & 1 == parity:
             self.turns.wait(("object", found.key))
@@ -369,6 +460,7 @@ class Launch:
             assert key not in self.on_the_way, "two copies to one place"
             self.order.writes(self.me, key)
             self.on_the_way.add(key)
+        self.sent[block].append((self.me, self.order.now[self.me, self.me]))
         self.order.give(self.me, clock)
 
         def land(piece):
@@ -377,7 +469,7 @@ class Launch:
             np.maximum(found.clock, clock, out=found.clock)
             self.pass_phase(found)
 
-        self.turns.events += [(block, functools.partial(land, piece)) for piece in pieces if piece]
+        self.turns.events += [functools.partial(land, piece) for piece in pieces if piece]
         self.turns.pause()
 
     def copy_bulk(self, address, g_address, size, s_barrier, wanted):
@@ -402,7 +494,8 @@ class Launch:
 
     def send(self, address, words, s_barrier, block, wanted):
         if wanted:
-            block += self.block // self.ring.cluster * self.ring.cluster
+            block += self.block // self.schedule.cluster * self.schedule.cluster
+            assert self.alive[block] > 0, "sent to a block that has ended"
             piece = [(self.key(address + 4 * i, "word", 1, block), lambda i=i: words[i]) for i in range(len(words))]
             self.put(block, self.object(s_barrier, block), [piece], 4)
 
@@ -435,12 +528,19 @@ class Launch:
 
     def store_element(self, dtype, address, value, space="global", predicate=True):
         if predicate and space == "shared":
-            self.store_shared_word(address, value)
+            self.store_shared_element(address, value)
         elif predicate:
             self.write(address, self.size, value)
 
     def load_element_below(self, dtype, address, index, bound):
         return self.read(address, self.size) if 0 <= index < bound else float32(0.0)
+
+    def read_vector(self, address):
+        assert address % VECTOR_BYTES == 0
+        return self.words([self.read(address + at, self.size) for at in range(0, VECTOR_BYTES, self.size)])
+
+    def load_global_or(self, address, wanted, word):
+        return self.read_vector(address) if wanted else [word] * 4
 
     def store_global(self, address, words, predicate):
         if predicate:
@@ -540,7 +640,7 @@ class Launch:
                     )
                 case ["st", "shared", _]:
                     base, _, offset = operands[0].strip("[]").partition(" + ")
-                    self.store_shared_word(registers[base] + int(offset or 0), value(operands[1]))
+                    self.store_shared_element(registers[base] + int(offset or 0), value(operands[1]))
                 case _:
                     raise NotImplementedError(code)
         return registers.get("w0")

@@ -9,7 +9,7 @@ pytest.importorskip("cutlass.cute", reason="cutedsl: nvidia-cutlass-dsl is not i
 
 import numpy as np
 import torch
-from cutedsl.ring_model import NAN, Launch, Memory, float32
+from cutedsl.ring_model import NAN, Launch, Memory, float32, lowest
 from cutedsl.test_memory import IGNORED, in_python
 from cutlass import BFloat16, Float32
 from loss_cutedsl import _cross_entropy_ring, _cross_entropy_total, _schedule, _workspace
@@ -30,8 +30,7 @@ KINDS = {
 
 
 class Kernel(_cross_entropy_ring.CrossEntropyRing):
-    def lowest(self):
-        return (float32(-np.inf),) * (self.width // 4)
+    lowest = lowest
 
 
 class Case(NamedTuple):
@@ -119,8 +118,11 @@ def launch(monkeypatch, case, seed, resident, workspace):
     kernel = in_python(Kernel)(
         case.dtype, ring, ragged, target_bits=case.target_bits, gradient=case.gradient, scalar=scalar
     )
-    Launch(kernel, memory, case.grid, seed, resident).run(
-        monkeypatch, logits_stride=stride, grad_stride=grad_stride,
+    word_bytes = kernel.groups * (kernel.scratch_bytes + kernel.control_bytes)
+    Launch(
+        kernel, memory, case.grid, seed, resident, shared_bytes=ring.shared_bytes(), word_bytes=word_bytes
+    ).run(
+        monkeypatch, kernel.cross_entropy_ring_kernel, logits_stride=stride, grad_stride=grad_stride,
         g_target=vector(TARGET, case.target_bits // 8, case.targets(), False),
         g_loss=vector(LOSS, 4, [None] * (1 if scalar else case.rows)), g_lse=vector(LSE, 4, [None] * case.rows),
         g_workspace=vector(WORKSPACE, 4, workspace), rows=case.rows, slices=case.slices,

@@ -1,0 +1,164 @@
+"""Softmax's kernels, all of them, run in Python by threads that take turns; see ``ring_model``."""
+
+from typing import NamedTuple
+
+import pytest
+
+pytest.importorskip("tvm_ffi", reason="cutedsl: apache-tvm-ffi is not installed")
+pytest.importorskip("cutlass.cute", reason="cutedsl: nvidia-cutlass-dsl is not installed")
+
+import numpy as np
+import torch
+from cutedsl.ring_model import NAN, Launch, Memory, float32, lowest
+from cutedsl.test_memory import in_python
+from cutlass import BFloat16, Float32
+from loss_cutedsl import _schedule, softmax
+from loss_cutedsl._schedule import Schedule
+
+READ, UPSTREAM, WRITTEN = range(1, 4)
+
+
+class Forward(softmax.SoftmaxForward):
+    lowest = lowest
+
+
+class Case(NamedTuple):
+    """A launch. ``gap``: elements between rows; ``offset``: of the first row, in a vector; dy has the gaps of dx."""
+
+    schedule: Schedule
+    clusters: int
+    rows: int
+    cols: int
+    backward: bool = False
+    log: bool = False
+    dtype: type = Float32
+    offset: int = 0
+    gap: int = 0
+    out_offset: int = 0
+    out_gap: int = 0
+    dy_offset: int = 0
+    held: bool = True
+
+    def inputs(self):
+        """Logits, or results and their gradients: rows that are all -inf, have a NaN or are partly -inf among them."""
+        random = np.random.default_rng(self.cols)
+        x = (3 * random.standard_normal((self.rows, self.cols)) + 40).astype(float32)
+        x[1::4] = -np.inf
+        x[2::4, self.cols // 3] = NAN
+        x[3::4, 1::3] = -np.inf
+        x[3::4, self.cols // 2 + 1 :] = -np.inf
+        if not self.backward:
+            return (x,)
+        y = (torch.log_softmax if self.log else torch.softmax)(torch.tensor(x), -1)
+        return y.numpy(), random.standard_normal((self.rows, self.cols)).astype(float32)
+
+    def exact(self):
+        inputs = [torch.tensor(values).double() for values in self.inputs()]
+        if not self.backward:
+            return (torch.log_softmax if self.log else torch.softmax)(*inputs, -1)
+        y, dy = inputs
+        backward = torch._log_softmax_backward_data if self.log else torch._softmax_backward_data
+        return backward(dy, y, -1, torch.float64)
+
+
+def launch(monkeypatch, case, seed, resident):
+    """What the kernel writes."""
+    size = case.dtype.width // 8
+    width = _schedule.VECTOR_BYTES // size
+    stride, out_stride = case.cols + case.gap, case.cols + case.out_gap
+    offsets = (case.offset, case.out_offset, case.dy_offset)
+    ragged = any(number % width for number in (*offsets, case.cols, stride, out_stride))
+    vectors = _schedule.most_vectors(case.cols, width, ragged)
+    memory = Memory()
+
+    def matrix(place, stride, offset, values, writable=False):
+        """What lies between rows may be read, and must not be used."""
+        elements = np.full((case.rows, stride), NAN, float32)
+        elements[:, : case.cols] = values
+        rows = [row * stride + col for row in range(case.rows) for col in range(case.cols)] if writable else ()
+        return memory.tensor(place, size, elements.ravel()[: (case.rows - 1) * stride + case.cols], rows, offset)
+
+    read = matrix(READ, stride, case.offset, case.inputs()[0])
+    written = matrix(WRITTEN, out_stride, case.out_offset, NAN, True)
+    arguments = {"rows": case.rows, "cols": case.cols, "chunks": case.schedule.chunks(vectors)}
+    if case.backward:
+        upstream = matrix(UPSTREAM, out_stride, case.dy_offset, case.inputs()[1])
+        arguments |= {"g_output": read, "output_stride": stride, "g_grad": written, "grad_stride": out_stride}
+        arguments |= {"g_upstream": upstream, "upstream_stride": out_stride}
+    else:
+        arguments |= {"g_input": read, "input_stride": stride, "g_output": written, "output_stride": out_stride}
+    kernel_class = softmax.SoftmaxBackward if case.backward else Forward
+    kernel = in_python(kernel_class)(case.dtype, case.schedule, ragged, log=case.log, held=case.held)
+    inputs = 1 + case.backward if case.held else 0
+    Launch(
+        kernel, memory, case.clusters * case.schedule.cluster, seed, resident,
+        shared_bytes=_schedule.shared_bytes(case.schedule, vectors, inputs, softmax.ENTRY_WORDS),
+        word_bytes=kernel.scratch_bytes,
+    ).run(
+        monkeypatch, kernel.softmax_backward_kernel if case.backward else kernel.softmax_forward_kernel, **arguments
+    )  # fmt: skip
+    addresses = [[written + (row * out_stride + col) * size for col in range(case.cols)] for row in range(case.rows)]
+    assert all(address in memory.writer for row in addresses for address in row), "not written"
+    return np.array([[memory.cells[address] for address in row] for row in addresses], float32)
+
+
+def check(monkeypatch, case, seeds=2):
+    """Launches, each in another order: with all clusters at a time, or one after the other."""
+    results = [launch(monkeypatch, case, seed, 1 if seed % 2 else case.clusters) for seed in range(seeds)]
+    wanted = case.exact()
+    tolerance = 1e-6 * wanted[wanted.isfinite()].abs().max().item()
+    torch.testing.assert_close(torch.tensor(results[0]).double(), wanted, rtol=1e-5, atol=tolerance, equal_nan=True)
+    for result in results[1:]:
+        assert result.tobytes() == results[0].tobytes(), "the order in which threads run shows"
+
+
+# Threads of a block, of a row, blocks of a cluster, stages, vectors a step.
+GROUPS, BLOCK, DEEP_BLOCK = Schedule(64, 32, 1, 2, 1, 1), Schedule(64, 64, 1, 1, 2, 1), Schedule(64, 64, 1, 2, 1, 1)
+PAIR, DEEP_PAIR = Schedule(64, 64, 2, 1, 1, 1), Schedule(32, 32, 2, 2, 2, 1)
+FOUR, DEEP_FOUR = Schedule(32, 32, 4, 1, 1, 1), Schedule(64, 64, 4, 2, 1, 1)
+
+directions = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+
+
+def schedules(*some):
+    return pytest.mark.parametrize("schedule", some, ids=lambda schedule: "-".join(map(str, schedule[:5])))
+
+
+@schedules(GROUPS, BLOCK, DEEP_BLOCK, PAIR, DEEP_PAIR, FOUR, DEEP_FOUR)
+@directions
+def test_rows_one_after_the_other(monkeypatch, backward, schedule):
+    """Enough for both barrier objects to come back to the parity that they began with."""
+    log = backward == (schedule.stages == 1)
+    check(monkeypatch, Case(schedule, 1, 6, 152, backward, log))
+
+
+@schedules(DEEP_PAIR, FOUR)
+@directions
+def test_a_row_a_cluster(monkeypatch, backward, schedule):
+    check(monkeypatch, Case(schedule, 3, 3, 304, backward, schedule.stages == 1, BFloat16))
+
+
+@schedules(GROUPS, PAIR, DEEP_PAIR, FOUR)
+@directions
+@pytest.mark.parametrize(
+    ("dtype", "cols", "offset", "gap", "out_offset", "out_gap", "dy_offset"),
+    [
+        # All begin at the same place in a vector; never what is written; here and there.
+        (Float32, 141, 3, 0, 3, 0, 3), (Float32, 134, 1, 2, 2, 2, 1), (BFloat16, 269, 5, 0, 5, 2, 5),
+        # One vector a row, or parts of two; never dy where the others do, or hardly ever any two.
+        (Float32, 1, 2, 0, 2, 0, 1), (BFloat16, 3, 6, 8, 6, 0, 6),
+    ],
+)  # fmt: skip
+def test_ragged_rows(monkeypatch, dtype, cols, offset, gap, out_offset, out_gap, dy_offset, backward, schedule):
+    """The first begins and the last ends inside a vector that is not all of the tensor's."""
+    rows = 4 * schedule.groups
+    layout = (offset, gap, out_offset, out_gap, dy_offset)
+    check(monkeypatch, Case(schedule, 1, rows, cols, backward, backward, dtype, *layout), seeds=1)
+
+
+@schedules(BLOCK, Schedule(64, 32, 1, 1, 1, 1))
+@directions
+@pytest.mark.parametrize(("cols", "offset"), [(300, 0), (141, 3)])
+def test_rows_that_are_read_twice(monkeypatch, cols, offset, backward, schedule):
+    case = Case(schedule, 1, 4, cols, backward, offset == 0, held=False)
+    check(monkeypatch, case._replace(offset=offset, out_offset=offset, dy_offset=offset), seeds=1)
