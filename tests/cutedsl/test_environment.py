@@ -33,7 +33,7 @@ STUBS = {
     "without its library": ("raise OSError('libcute.so: cannot open shared object file')", "OSError"),
     "changed": (
         "class _Any:\n    def __getattr__(self, name):\n        raise AttributeError(name)\n"
-        "BFloat16 = Float16 = Float32 = Int32 = Int64 = Uint32 = cute = _Any()\nConstexpr = int\n",
+        "BFloat16 = Boolean = Float16 = Float32 = Int32 = Int64 = Uint32 = cute = _Any()\nConstexpr = int\n",
         "AttributeError",
     ),
 }
