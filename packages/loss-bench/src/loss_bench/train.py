@@ -25,7 +25,7 @@ from loss_bench.measure import seconds_between, stamp, synchronize
 from loss_bench.model import LanguageModel
 from loss_bench.processes import Tell
 from loss_bench.results import device_name, training_setup
-from loss_bench.runner import Failure
+from loss_bench.runner import BASELINE, Failure
 from loss_bench.tokens import BYTE_VOCABULARY, encode, read_text
 
 _SAVED_ROWS = 8192
@@ -63,12 +63,12 @@ class Curve:
         backend: its name.
         device: name of the device.
         setup: what was trained, in words.
-        status, reason: as in ``results.Row``; ``wrong`` if the curve left the first one's.
+        status, reason: as in ``results.Row``; ``wrong`` if the curve left the reference's.
         losses: of every step.
         tokens_per_s: median over the steps.
         loss_ms: median time of the loss, forward and backward, in a step.
         peak_mib: of the allocator, all in all; GPU only.
-        difference: the largest distance to the first backend's curve.
+        difference: the largest distance to the reference's curve, see ``compare_curves``.
         allowed: what that distance may be.
     """
 
@@ -224,23 +224,29 @@ def _step(
 
 
 def compare_curves(curves: Sequence[Curve], size: Size) -> None:
-    """Fill ``difference`` and ``allowed``, and mark as wrong what left the curve of the first that was trained.
+    """Fill ``difference`` and ``allowed``, and mark as wrong what left the reference's curve.
+
+    That is the curve of torch.nn.functional, or of the first that was trained without it, but never one with losses
+    that are NaN or infinite: then all others would be wrong. What earlier calls have found is found anew.
 
     A loss in half precision is itself rounded, and training amplifies what the gradients' rounding starts: the
     allowance is two units of the dtype's rounding of the first loss, and grows with the square root of the steps.
     """
-    trained = [curve for curve in curves if curve.status == "ok" and curve.losses]
-    if not trained:
-        return
-    eps = torch.finfo(DTYPES[size.dtype]).eps
-    first = torch.tensor(trained[0].losses)
-    allowed = max(2 * eps * float(first.max()), 2e-3) * max(1.0, (len(first) / 100) ** 0.5)
+    trained = [curve for curve in curves if curve.losses]
     for curve in trained:
-        curve.difference = float((torch.tensor(curve.losses) - first).abs().max())
+        curve.status, curve.reason, curve.difference, curve.allowed = "ok", "", None, None
+        if not all(map(math.isfinite, curve.losses)):
+            curve.status, curve.reason = "wrong", "a loss is NaN or infinite"
+    finite = [curve for curve in trained if curve.status == "ok"]
+    if not finite:
+        return
+    reference = next((curve for curve in finite if curve.backend == BASELINE), finite[0])
+    eps = torch.finfo(DTYPES[size.dtype]).eps
+    wanted = torch.tensor(reference.losses)
+    allowed = max(2 * eps * float(wanted.max()), 2e-3) * max(1.0, (len(wanted) / 100) ** 0.5)
+    for curve in finite:
+        curve.difference = float((torch.tensor(curve.losses) - wanted).abs().max())
         curve.allowed = allowed
-        # Written so that NaN is wrong too.
-        if not curve.difference <= allowed:
-            curve.status, curve.reason = (
-                "wrong",
-                f"the curve is {curve.difference:.2g} away from {trained[0].backend}'s",
-            )
+        if curve.difference > allowed:
+            curve.status = "wrong"
+            curve.reason = f"the curve is {curve.difference:.2g} away from {reference.backend}'s"
