@@ -11,6 +11,7 @@ from loss_bench.accuracy import KINDS, AccuracyTask, make_inputs, units_of_round
 from loss_bench.calls import BackendRow
 from loss_bench.cases import Case
 from loss_bench.cli import app
+from loss_bench.results import Report, read_report
 from typer.testing import CliRunner
 
 CPU = torch.device("cpu")
@@ -133,3 +134,72 @@ def test_ctrl_c_keeps_what_was_measured(install_backend, tmp_path):
     assert result.exit_code == 130
     assert [row["kind"] for row in json.loads(path.read_text())["accuracy"]] == ["ordinary"]
     assert "interrupted; what was finished follows" in result.output
+
+
+def accuracy_of(path, *words, status=0):
+    """What the command writes; its output if it fails."""
+    words = ["accuracy", "cross_entropy", "-s", "8x20", "-d", "fp32", *words, "-q", "--device", "cpu", "--in-process"]
+    result = CliRunner().invoke(app, [*words, "--json", str(path)])
+    assert result.exit_code == status, result.output
+    return result.output if status else read_report(path)
+
+
+def test_an_interrupted_command_goes_on_where_it_was(install_backend, tmp_path, monkeypatch):
+    install_backend(
+        "impatient",
+        """
+        def cross_entropy(logits, target, weight, byte_lengths, num_items, options):
+            import os
+            if (logits == 0.5).all() and "HURRY" in os.environ:
+                raise KeyboardInterrupt
+            return F.cross_entropy(logits, target, ignore_index=options.ignore_index)
+        """,
+    )
+    path = tmp_path / "a.json"
+    words = ["-b", "impatient,quack", "--kind", "ordinary,equal,wide"]
+    monkeypatch.setenv("HURRY", "1")
+    accuracy_of(path, *words, status=130)
+    report = read_report(path)
+    report.accuracy[0]["result_abs"] = 0.125
+    report.write(path)
+    monkeypatch.delenv("HURRY")
+    found = accuracy_of(path, *words, "--resume", str(path)).accuracy
+    kinds = ["ordinary", "equal", "wide"]
+    assert [(row["kind"], row["backend"]) for row in found] == [(k, b) for k in kinds for b in ("impatient", "quack")]
+    assert [row["status"] for row in found] == ["ok", "unavailable"] * 3
+    assert found[0]["result_abs"] == 0.125
+    assert all(row["result_abs"] < 1e-3 for row in found[2::2])
+
+
+@pytest.mark.parametrize(
+    ("stale", "again"), [({}, False), ({"version": "0"}, True), ({"status": "unavailable"}, True)], ids=str
+)
+def test_resuming_measures_again_what_no_longer_holds_and_keeps_the_others(stale, again, make_row, tmp_path):
+    path = tmp_path / "a.json"
+    accuracy_of(path, "-b", "torch,torch-nn", "--kind", "ordinary")
+    before = read_report(path)
+    before.rows = [make_row()]
+    before.accuracy[0] |= {"result_abs": 0.125, **stale}
+    other = {**before.accuracy[0], "kind": "sure"}
+    before.accuracy.append(other)
+    before.write(path)
+    after = accuracy_of(path, "-b", "torch,torch-nn", "--kind", "ordinary,equal", "--resume", str(path))
+    assert (after.accuracy[0]["result_abs"] < 1e-5) == again
+    assert after.accuracy[0]["status"] == "ok"
+    assert after.accuracy[1] == before.accuracy[1]
+    assert [row["kind"] for row in after.accuracy] == ["ordinary", "ordinary", "equal", "equal", "sure"]
+    assert after.accuracy[-1] == other
+    assert after.rows == before.rows
+    assert {source["settings"]["shape"] for source in after.sources} == {"8x20"}
+
+
+def test_errors_of_another_device_or_seed_are_not_taken_over(tmp_path):
+    path = tmp_path / "a.json"
+    accuracy_of(path, "-b", "torch", "--kind", "ordinary", "--seed", "3")
+    kept = path.read_bytes()
+    words = ["-b", "torch", "--kind", "ordinary", "--resume", str(path)]
+    assert "the earlier errors are of seed 3, these of seed 0" in accuracy_of(path, *words, status=2)
+    Report({"device": "another"}).write(tmp_path / "b.json")
+    words[-1] = str(tmp_path / "b.json")
+    assert "the earlier run is of another, this one of " in accuracy_of(path, *words, status=2)
+    assert path.read_bytes() == kept

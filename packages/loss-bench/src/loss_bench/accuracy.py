@@ -8,7 +8,7 @@ be held to more. A result that is rounded once is within half a unit; each furth
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -21,7 +21,7 @@ from loss_bench.inputs import IGNORE_INDEX
 from loss_bench.measure import poison
 from loss_bench.processes import Tell
 from loss_bench.reference import CrossEntropyRows, mean_denominator, pieces, softmax_gradient, softmax_rows
-from loss_bench.results import device_name
+from loss_bench.results import ERROR_KEY, Report, device_name, with_others
 
 
 @dataclass
@@ -57,6 +57,11 @@ class Accuracy:
     grad_abs: float | None = None
     grad_ulp: float | None = None
     grad_ulp_mean: float | None = None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What is one measurement, whenever it is made."""
+        return tuple(getattr(self, name) for name in ERROR_KEY)
 
     def to_json(self) -> dict[str, Any]:
         """The row as a JSON object; NaN and infinity become null."""
@@ -221,6 +226,31 @@ def new_accuracy(task: AccuracyTask, device: str, status: str = "ok", reason: st
         case.op, case.rows, case.classes, case.dtype, task.kind, who.name, who.distribution, who.version, device,
         status, reason,
     )  # fmt: skip
+
+
+def earlier_errors(
+    earlier: Report, tasks: Sequence[AccuracyTask], device: str, seed: int
+) -> dict[AccuracyTask, Accuracy]:
+    """The errors that need not be measured again, since `earlier` has them.
+
+    Raises:
+        ValueError: if `earlier` is of another device, or of inputs of another seed.
+    """
+    earlier.check_device(device)
+    for settings in earlier.settings_with("shape"):
+        if settings.get("seed") != seed:
+            raise ValueError(f"the earlier errors are of seed {settings.get('seed')}, these of seed {seed}")
+    known = {row.key: row for row in map(Accuracy.from_json, earlier.accuracy)}
+    rows = {task: known.get(new_accuracy(task, device).key) for task in tasks}
+    return {task: row for task, row in rows.items() if row and task.who.stands(row.version, row.status)}
+
+
+def errors_json(
+    tasks: Sequence[AccuracyTask], found: Mapping[AccuracyTask, Accuracy], earlier: Report | None
+) -> list[dict[str, Any]]:
+    """What is `found`, in the order of `tasks`, and behind it what an `earlier` report has of others."""
+    rows = [found[task].to_json() for task in tasks if task in found]
+    return rows if earlier is None else with_others(rows, earlier.accuracy, ERROR_KEY)
 
 
 def measure_accuracy(task: AccuracyTask, device: torch.device, tell: Tell = lambda text, share: None) -> Accuracy:

@@ -49,6 +49,10 @@ class BackendRow:
     available: bool
     reason: str
 
+    def stands(self, version: str, status: str) -> bool:
+        """Whether a result of this `version` and `status` is what would be found again now, as far as that is known."""
+        return version == self.version and not (status == "unavailable" and self.available)
+
 
 def find_backends(device: torch.device) -> list[BackendRow]:
     """Every backend that the registry knows, with its state on `device`."""

@@ -94,6 +94,15 @@ TimeLimitOption = Annotated[
 InProcessOption = Annotated[
     bool, typer.Option("--in-process", help="No worker process: starts faster, but a crash ends everything.")
 ]
+ResumeOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume",
+        help="JSON of an interrupted run: what is finished there is taken over, the rest follows.",
+        exists=True,
+        dir_okay=False,
+    ),
+]
 JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Write the results as JSON (schema loss-bench/1), for report and compare.")
 ]

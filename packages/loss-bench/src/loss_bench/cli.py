@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from loss_bench import __version__, accuracy, cases, compiling, files, report
-from loss_bench.accuracy import KINDS, Accuracy, AccuracyTask, new_accuracy
-from loss_bench.calls import check_installed, find_backends
+from loss_bench.accuracy import KINDS, Accuracy, AccuracyTask, earlier_errors, errors_json, new_accuracy
+from loss_bench.calls import BackendRow, check_installed, find_backends
 from loss_bench.cases import Options
 from loss_bench.choices import (
     BackendOption,
@@ -33,6 +33,7 @@ from loss_bench.choices import (
     PresetOption,
     QuietOption,
     ReductionOption,
+    ResumeOption,
     RowsOption,
     ShapeOption,
     SizeWords,
@@ -68,8 +69,17 @@ from loss_bench.terminal import (
     run_all,
     show_progress,
 )
-from loss_bench.tokens import encode, read_text
-from loss_bench.train import SIZES, Curve, TrainTask, check_length, compare_curves, failed_curve
+from loss_bench.tokens import digest, encode, read_text
+from loss_bench.train import (
+    SIZES,
+    Curve,
+    TrainTask,
+    check_length,
+    compare_curves,
+    curves_json,
+    earlier_curves,
+    failed_curve,
+)
 from loss_bench.train import Size as TrainSize
 from loss_bench.train import train as train_with
 from loss_bench.worker import Worker
@@ -168,15 +178,7 @@ def run(
     graph: Annotated[
         bool, typer.Option("--graph/--no-graph", help="On a GPU, time CUDA graphs of the passes as well.")
     ] = True,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            "--resume",
-            help="JSON of an interrupted run: its finished cases are taken over.",
-            exists=True,
-            dir_okay=False,
-        ),
-    ] = None,
+    resume: ResumeOption = None,
     time_limit: TimeLimitOption = 300.0,
     budget: Annotated[
         float | None,
@@ -349,6 +351,7 @@ def accuracy_command(
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
     json_file: JsonOption = None,
     markdown: MarkdownOption = None,
+    resume: ResumeOption = None,
     jobs: JobsOption = None,
     time_limit: TimeLimitOption = 120.0,
     in_process: InProcessOption = False,
@@ -362,6 +365,8 @@ def accuracy_command(
     For example:
 
       loss-bench accuracy cross_entropy --dtype bf16 --kind ordinary,masked --shape 64x50257
+
+      loss-bench accuracy --json errors.json; loss-bench accuracy --resume errors.json --json errors.json
     """
     try:
         where = choose_device(device)
@@ -376,23 +381,37 @@ def accuracy_command(
             check_choice("op", name, _ACCURACY_OPS)
         rows, classes, _ = cases.parse_shape(shape, names)
         chosen = cases.build_cases(names, [cases.Size(rows, classes, "float32")], dtypes=dtypes)
+        tasks = accuracy.make_tasks(chosen, kinds, backends, seed)
+        name = device_name(where)
+        found = {task: new_accuracy(task, name, "unavailable", task.refusal) for task in tasks if task.refusal}
+        earlier = read_report(resume) if resume else None
+        if earlier is not None:
+            found |= earlier_errors(earlier, tasks, name, seed)
     except (ValueError, RuntimeError) as error:
         raise mistake(error) from error
-    result = Report(environment(where), settings={"seed": seed, "shape": shape})
-    result.backends = [asdict(b) for b in backends]
-    tasks = accuracy.make_tasks(chosen, kinds, backends, seed)
-    name = device_name(where)
-    found = {task: new_accuracy(task, name, "unavailable", task.refusal) for task in tasks if task.refusal}
+    result = _new_report(where, {"seed": seed, "shape": shape}, backends, earlier)
 
     def keep(outcome: Done[AccuracyTask, Accuracy]) -> None:
         task, failure = outcome.task, outcome.failure
         found[task] = outcome.result or new_accuracy(task, name, *(failure or ("error", "no result")))
 
     isolation = Isolation(None if in_process else jobs or default_jobs(), time_limit)
-    runnable = [task for task in tasks if not task.refusal]
-    interrupted = run_all(accuracy.measure_accuracy, runnable, where, isolation, quiet, keep)
-    result.accuracy = [found[task].to_json() for task in tasks if task in found]
+    missing = [task for task in tasks if task not in found]
+    interrupted = run_all(accuracy.measure_accuracy, missing, where, isolation, quiet, keep)
+    result.accuracy = errors_json(tasks, found, earlier)
     deliver(result, json_file, markdown, interrupted=interrupted)
+
+
+def _new_report(
+    device: torch.device, settings: dict[str, Any], backends: Sequence[BackendRow], earlier: Report | None
+) -> Report:
+    """A report with all of an `earlier` one that it goes on from."""
+    result = Report(environment(device), settings=settings, command=command_line())
+    result.backends = [asdict(backend) for backend in backends]
+    if earlier is not None:
+        result.rows = earlier.rows
+        result.take_over(earlier)
+    return result
 
 
 @app.command()
@@ -419,6 +438,7 @@ def train(
     ] = None,
     json_file: JsonOption = None,
     markdown: MarkdownOption = None,
+    resume: ResumeOption = None,
     time_limit: TimeLimitOption = 120.0,
     in_process: InProcessOption = False,
     device: DeviceOption = None,
@@ -433,35 +453,46 @@ def train(
       loss-bench train --backend torch-nn,triton --json curves.json
 
       loss-bench train --vocabulary 4096 --text book.txt --save-logits step.safetensors
+
+      loss-bench train --json curves.json; loss-bench train --resume curves.json --json curves.json
     """
     try:
         where = choose_device(device)
         check_writable(json_file, markdown, replaced=save_logits)
         found = chosen_backends(cases.words(backend), where)
         chosen = _train_size(where, size, steps=steps, batch=batch, context=context, dtype=dtype, vocabulary=vocabulary)
+        data = read_text(text)
         # Here too, so that mistakes are named before anything runs; an encoding is learnt once.
-        check_length(encode(read_text(text), chosen.vocabulary), chosen)
+        check_length(encode(data, chosen.vocabulary), chosen)
+        settings = {**asdict(chosen), "seed": seed, "text": str(text or "stdlib"), "text_sha256": digest(data)}
+        # A backend that was named is tried even where it says that it cannot run, so that its reason is shown.
+        names = cases.words(backend) or [b.name for b in found if "cross_entropy" in b.ops and b.available]
+        earlier = read_report(resume) if resume else None
+        curves = earlier_curves(earlier, found, settings, device_name(where)) if earlier else {}
+        tasks = [TrainTask(name, chosen, seed, text, save_logits) for name in names if name not in curves]
+        if save_logits is not None and not tasks:
+            raise ValueError(f"no backend is left to train for --save-logits: {resume} has the curves of all")
     except (ValueError, RuntimeError) as error:
         raise mistake(error) from error
     except ModuleNotFoundError as error:
         raise mistake(f"{error.name} is not installed; pip install 'loss-bench[tokens]'") from error
-    # A backend that was named is tried even where it says that it cannot run, so that its reason is shown.
-    names = cases.words(backend) or [b.name for b in found if "cross_entropy" in b.ops and b.available]
-    result = Report(environment(where), settings={**asdict(chosen), "seed": seed, "text": str(text or "stdlib")})
-    result.backends = [asdict(b) for b in found]
-    result.command = command_line()
+    result = _new_report(where, settings, found, earlier)
     if save_logits is not None:
         save_logits.unlink(missing_ok=True)
-    tasks = [TrainTask(name, chosen, seed, text, save_logits) for name in names]
-    curves: list[Curve] = []
+
+    def add_curves() -> None:
+        ordered = [curves[name] for name in names if name in curves]
+        compare_curves(ordered, chosen)
+        result.train = curves_json(ordered, earlier)
 
     def keep(outcome: Done[TrainTask, Curve]) -> None:
-        curves.append(outcome.result or failed_curve(outcome.task, where, outcome.failure or ("error", "no result")))
-        compare_curves(curves, chosen)
-        result.train = [curve.to_json() for curve in curves]
+        failure = outcome.failure or ("error", "no result")
+        curves[outcome.task.backend] = outcome.result or failed_curve(outcome.task, where, failure)
+        add_curves()
         if json_file is not None:
             result.write(json_file)
 
+    add_curves()
     isolation = Isolation(None if in_process else 1, time_limit)
     interrupted = run_all(train_with, tasks, where, isolation, quiet, keep)
     deliver(result, json_file, markdown, interrupted=interrupted)

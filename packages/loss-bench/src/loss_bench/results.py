@@ -57,6 +57,10 @@ _MOMENT_S = 0.2
 OUT_OF_MEMORY, INPUTS_TOO_LARGE = "out of memory", "the inputs do not fit into the device's memory"
 """The reasons of those who are ``unsupported`` for want of memory."""
 
+CURVE_KEY = ("device", "setup", "backend")
+ERROR_KEY = ("device", "op", "rows", "classes", "dtype", "kind", "backend")
+"""What is one curve, and one backend's errors, whenever they are found."""
+
 _OF_A_RUN = ("environment", "settings", "ceilings", "command", "created")
 
 FAILURES = ("wrong", "error", "crashed", "timeout")
@@ -213,6 +217,19 @@ class Report:
         statuses = [row.status for row in self.rows] + [found["status"] for found in self.train + self.accuracy]
         return not set(FAILURES).isdisjoint(statuses)
 
+    def check_device(self, device: str) -> None:
+        """Raise unless some of its numbers are of `device`, so that others of it can join them.
+
+        Raises:
+            ValueError: naming both.
+        """
+        if device not in self.devices:
+            raise ValueError(f"the earlier run is of {', '.join(self.devices)}, this one of {device}")
+
+    def settings_with(self, field_name: str) -> list[dict[str, Any]]:
+        """The settings of those of its runs that have this one, which tells the commands apart."""
+        return [source["settings"] for source in self.all_sources if field_name in source["settings"]]
+
     def take_over(self, earlier: Report) -> None:
         """Keep what `earlier` holds beside its rows: curves, errors, backends, and what its numbers come from."""
         self.train, self.accuracy = list(earlier.train), list(earlier.accuracy)
@@ -323,13 +340,18 @@ def merge(reports: Sequence[Report]) -> Report:
         first,
         rows=list({row.key: row for found in reports for row in found.rows}.values()),
         backends=_last_of_each([pairs for found in reports for pairs in found.backends], ("name",)),
-        train=_last_of_each([curve for found in reports for curve in found.train], ("device", "setup", "backend")),
-        accuracy=_last_of_each(
-            [error for found in reports for error in found.accuracy],
-            ("device", "op", "rows", "classes", "dtype", "kind", "backend"),
-        ),
+        train=_last_of_each([curve for found in reports for curve in found.train], CURVE_KEY),
+        accuracy=_last_of_each([error for found in reports for error in found.accuracy], ERROR_KEY),
         sources=[source for found in reports for source in found.all_sources],
     )
+
+
+def with_others(
+    found: Sequence[dict[str, Any]], earlier: Sequence[dict[str, Any]], names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """`found`, and behind it those of `earlier` that agree with none of it in all `names`."""
+    keys = {tuple(pairs[name] for name in names) for pairs in found}
+    return [*found, *(pairs for pairs in earlier if tuple(pairs[name] for name in names) not in keys)]
 
 
 def _last_of_each(found: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:

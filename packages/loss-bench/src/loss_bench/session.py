@@ -87,9 +87,7 @@ class Session:
     def _fitting(self, earlier: Report | None) -> dict[tuple[object, ...], Row]:
         if earlier is None:
             return {}
-        device = self.report.environment["device"]
-        if device not in earlier.devices:
-            raise ValueError(f"the earlier run is of {', '.join(earlier.devices)}, this one of {device}")
+        earlier.check_device(self.report.environment["device"])
         return {row.key: row for row in earlier.rows}
 
     def run(self) -> Report:
@@ -124,8 +122,7 @@ class Session:
         A row of an interrupted case never does: its case is measured again as a whole.
         """
         backend = next(backend for backend in self._executor.backends if backend.name == row.backend)
-        came = row.status == "unavailable" and backend.available
-        return row.version == backend.version and not came and not row.interrupted
+        return backend.stands(row.version, row.status) and not row.interrupted
 
     def _measured(self, case: Case, cases_left: int) -> list[Row]:
         excluded: dict[str, Failure] = {

@@ -42,6 +42,11 @@ def _standard_library() -> bytes:
     return data
 
 
+def digest(text: bytes) -> str:
+    """What tells this text from others."""
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
 def encode(text: bytes, vocabulary: int) -> Tensor:
     """The text as numbers below `vocabulary`: its bytes for 256, tokens of a byte-pair encoding for more.
 
@@ -54,7 +59,7 @@ def encode(text: bytes, vocabulary: int) -> Tensor:
         raise ValueError(f"a vocabulary holds at least the {BYTE_VOCABULARY} bytes, got {vocabulary}")
     if vocabulary == BYTE_VOCABULARY:
         return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    kept = _cache_folder() / f"{hashlib.sha256(text).hexdigest()[:16]}-{vocabulary}.safetensors"
+    kept = _cache_folder() / f"{digest(text)}-{vocabulary}.safetensors"
     if not kept.exists():
         words = text.decode("utf-8", errors="replace")
         tokens = torch.tensor(_learn(words, vocabulary).encode(words).ids, dtype=torch.int32)

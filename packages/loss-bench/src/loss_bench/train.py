@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from loss_bench import files
-from loss_bench.calls import Call, make_call
+from loss_bench.calls import BackendRow, Call, make_call
 from loss_bench.cases import DTYPES, Case
 from loss_bench.measure import seconds_between, stamp, synchronize
 from loss_bench.model import LanguageModel
 from loss_bench.processes import Tell
-from loss_bench.results import device_name, training_setup
+from loss_bench.results import CURVE_KEY, Report, device_name, training_setup, with_others
 from loss_bench.runner import BASELINE, Failure
 from loss_bench.tokens import BYTE_VOCABULARY, encode, read_text
 
@@ -90,6 +90,13 @@ class Curve:
         pairs["losses"] = [loss if math.isfinite(loss) else None for loss in self.losses]
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in pairs.items()}
 
+    @classmethod
+    def from_json(cls, pairs: dict[str, Any]) -> Curve:
+        """The curve of a JSON object; fields that are not known here are left out."""
+        known = {field.name for field in fields(cls)}
+        losses = [math.nan if loss is None else loss for loss in pairs["losses"]]
+        return cls(**{**{name: value for name, value in pairs.items() if name in known}, "losses": losses})
+
 
 def check_length(text: Tensor, size: Size) -> None:
     """Raise for a text that is too short to draw sequences from.
@@ -149,6 +156,50 @@ def _data(text: Path | None, size: Size, device: torch.device, seed: int) -> Ten
 def failed_curve(task: TrainTask, device: torch.device, failure: Failure) -> Curve:
     """The curve of a backend that did not get to its end."""
     return Curve(task.backend, device_name(device), training_setup(asdict(task.size)), *failure)
+
+
+def earlier_curves(
+    earlier: Report, backends: Sequence[BackendRow], settings: Mapping[str, Any], device: str
+) -> dict[str, Curve]:
+    """The curves of `backends` that need not be found again, since `earlier` has them.
+
+    Args:
+        earlier: what is resumed.
+        backends: as they are now.
+        settings: of the new run: the fields of ``Size``, and what else decides the curves.
+        device: name of the device.
+
+    Raises:
+        ValueError: if `earlier` is of another device, or has trained the same model in another way.
+    """
+    earlier.check_device(device)
+    setup = training_setup(settings)
+    for before in earlier.settings_with("steps"):
+        if training_setup(before) == setup:
+            _check_comparable(before, settings)
+    versions = {pairs["name"]: pairs["version"] for pairs in earlier.backends}
+    known = {(curve.device, curve.setup, curve.backend): curve for curve in map(Curve.from_json, earlier.train)}
+    found = {}
+    for backend in backends:
+        curve = known.get((device, setup, backend.name))
+        if curve is not None and backend.stands(versions.get(backend.name, ""), curve.status):
+            found[backend.name] = curve
+    return found
+
+
+def _check_comparable(before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    for name in ("seed", "text_sha256"):
+        # Files from before the digest have none; what they name is all that is known of their text.
+        place = name if name in before else "text"
+        was, now = (Path(str(found.get(place))).name for found in (before, settings))
+        if was != now:
+            raise ValueError(f"the earlier curves are of {place} {was}, these of {place} {now}")
+
+
+def curves_json(curves: Sequence[Curve], earlier: Report | None) -> list[dict[str, Any]]:
+    """The `curves`, and behind them what an `earlier` report has of others."""
+    found = [curve.to_json() for curve in curves]
+    return found if earlier is None else with_others(found, earlier.train, CURVE_KEY)
 
 
 def train_one(
