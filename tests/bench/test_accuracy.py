@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -134,6 +138,27 @@ def test_ctrl_c_keeps_what_was_measured(install_backend, tmp_path):
     assert result.exit_code == 130
     assert [row["kind"] for row in json.loads(path.read_text())["accuracy"]] == ["ordinary"]
     assert "interrupted; what was finished follows" in result.output
+
+
+def test_a_command_that_is_killed_leaves_what_was_measured(install_backend, tmp_path, monkeypatch):
+    """Without a chance to do anything at its end."""
+    install_backend(
+        "deadly",
+        """
+        def cross_entropy(logits, target, weight, byte_lengths, num_items, options):
+            import os, signal
+            if (logits == 0.5).all():
+                os.kill(os.getpid(), signal.SIGKILL)
+            return F.cross_entropy(logits, target, ignore_index=options.ignore_index)
+        """,
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    path = tmp_path / "a.json"
+    words = ["accuracy", "cross_entropy", "-b", "deadly", "-s", "8x20", "-d", "fp32", "--kind", "ordinary,wide,equal"]
+    words += ["-q", "--device", "cpu", "--in-process", "--json", str(path)]
+    done = subprocess.run([sys.executable, "-m", "loss_bench", *words], timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [row["kind"] for row in read_report(path).accuracy] == ["ordinary", "wide"]
 
 
 def accuracy_of(path, *words, status=0):

@@ -394,11 +394,14 @@ def accuracy_command(
     def keep(outcome: Done[AccuracyTask, Accuracy]) -> None:
         task, failure = outcome.task, outcome.failure
         found[task] = outcome.result or new_accuracy(task, name, *(failure or ("error", "no result")))
+        result.accuracy = errors_json(tasks, found, earlier)
+        if json_file is not None:
+            result.write(json_file)
 
     isolation = Isolation(None if in_process else jobs or default_jobs(), time_limit)
     missing = [task for task in tasks if task not in found]
-    interrupted = run_all(accuracy.measure_accuracy, missing, where, isolation, quiet, keep)
     result.accuracy = errors_json(tasks, found, earlier)
+    interrupted = run_all(accuracy.measure_accuracy, missing, where, isolation, quiet, keep)
     deliver(result, json_file, markdown, interrupted=interrupted)
 
 
