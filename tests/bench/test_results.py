@@ -61,6 +61,11 @@ ROW = {
 }  # fmt: skip
 
 
+ERRORS = {name: value for name, value in ROW.items() if name not in ("options", "pass")} | {"kind": "ordinary"}
+CURVE = {"backend": "b", "device": "fake", "setup": "a model", "losses": [1.0, None]}
+SOURCE = {"environment": {}, "settings": {}, "ceilings": {}, "command": [], "created": ""}
+
+
 @pytest.mark.parametrize(
     "broken",
     [
@@ -75,12 +80,24 @@ ROW = {
                 ("interrupted", "no"), ("samples", None), ("reason", ["x"]),
             )
         ),
+        *(
+            {"environment": {"device": "fake"}, "rows": [], **part}
+            for part in (
+                {"accuracy": [{"backend": "b"}]}, {"accuracy": [{**ERRORS, "grad_ulp": "large"}]},
+                {"accuracy": [{**ERRORS, "status": "fine"}]}, {"accuracy": [None]},
+                {"train": [{"device": "fake", "setup": "a model"}]}, {"train": [{**CURVE, "losses": "falling"}]},
+                {"train": [{**CURVE, "losses": [[1.0]]}]}, {"train": [{**CURVE, "status": None}]},
+                {"sources": [{}]}, {"sources": ["a.json"]}, {"sources": [{**SOURCE, "settings": None}]},
+                {"backends": [{}]}, {"backends": ["torch"]},
+            )
+        ),
     ],
     ids=str,
 )  # fmt: skip
 def test_a_file_that_breaks_the_schema_is_named(broken, tmp_path):
     path = tmp_path / "broken.json"
-    path.write_text(json.dumps({"schema": SCHEMA, "environment": {}, "rows": [ROW]}))
+    parts = {"accuracy": [ERRORS], "train": [CURVE], "sources": [SOURCE], "backends": [{"name": "b", "version": "1"}]}
+    path.write_text(json.dumps({"schema": SCHEMA, "environment": {"device": "fake"}, "rows": [ROW], **parts}))
     assert read_report(path).rows[0].op == "softmax"
     path.write_text(json.dumps({"schema": SCHEMA, **broken}))
     with pytest.raises(ValueError, match=r"broken.json does not follow 'loss-bench/1'"):
@@ -236,8 +253,21 @@ def test_the_seeds_tables_appear_wherever_the_file_with_their_preset_stands(make
     assert text_tables(llm) == []
 
 
+def test_what_a_curve_or_an_error_does_not_say_is_the_default(tmp_path):
+    path = tmp_path / "r.json"
+    parts = {"rows": [], "accuracy": [ERRORS], "train": [CURVE]}
+    path.write_text(json.dumps({"schema": SCHEMA, "environment": {"device": "fake"}, **parts}))
+    found = read_report(path)
+    assert not found.has_wrong
+    assert (found.accuracy[0]["status"], found.train[0]["reason"]) == ("ok", "")
+    assert found.train[0]["losses"] == [1.0, None]
+    result = CliRunner().invoke(app, ["report", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "training curves: a model" in result.output
+
+
 def test_files_from_before_curves_named_their_device_are_read(tmp_path):
-    curve, error = Curve("ours", "", "").to_json(), Accuracy(*("x" * 8), "").to_json()
+    curve, error = Curve("ours", "", "").to_json(), Accuracy("x", 1, 2, *("x" * 5), "").to_json()
     del curve["device"], curve["setup"], error["device"]
     settings = {"steps": 3, "batch": 4, "context": 5, "vocabulary": 256, "layers": 2, "width": 6, "dtype": "float32"}
     Report({"device": "fake"}, settings, train=[curve], accuracy=[error]).write(tmp_path / "old.json")

@@ -21,7 +21,7 @@ from loss_bench.inputs import IGNORE_INDEX
 from loss_bench.measure import poison
 from loss_bench.processes import Tell
 from loss_bench.reference import CrossEntropyRows, mean_denominator, pieces, softmax_gradient, softmax_rows
-from loss_bench.results import ERROR_KEY, Report, device_name, with_others
+from loss_bench.results import ERROR_KEY, Report, check_fields, device_name, with_others
 
 
 @dataclass
@@ -71,7 +71,9 @@ class Accuracy:
     def from_json(cls, pairs: dict[str, Any]) -> Accuracy:
         """The row of a JSON object; fields that are not known here are left out."""
         known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in pairs.items() if name in known})
+        row = cls(**{name: value for name, value in pairs.items() if name in known})
+        check_fields(row)
+        return row
 
 
 def _normal(shape: tuple[int, int], scale: float, generator: torch.Generator) -> Tensor:

@@ -166,11 +166,20 @@ class Row:
         known = {field.name for field in fields(cls)}
         renamed = {("pass_" if name == "pass" else name): value for name, value in pairs.items()}
         row = cls(**{name: value for name, value in renamed.items() if name in known})
-        for place in fields(cls):
-            _check_kind(place.name, getattr(row, place.name), *_FIELD_KINDS[place.type])
-        if row.status not in STATUSES:
-            raise TypeError(f"status must be one of {', '.join(STATUSES)}, got {row.status!r}")
+        check_fields(row)
         return row
+
+
+def check_fields(found: Any) -> None:
+    """Raise for a field of a row, a curve or errors that holds something else than it should.
+
+    Raises:
+        TypeError: naming both.
+    """
+    for place in fields(found):
+        _check_kind(place.name, getattr(found, place.name), *_FIELD_KINDS[place.type])
+    if found.status not in STATUSES:
+        raise TypeError(f"status must be one of {', '.join(STATUSES)}, got {found.status!r}")
 
 
 def _finite(value: Any) -> Any:
@@ -278,12 +287,19 @@ def read_report(path: Path) -> Report:
     if schema != SCHEMA:
         raise ValueError(f"{path} is of schema {schema!r}; this version reads {SCHEMA!r}")
     known = {f.name for f in fields(Report)} - {"rows"}
+    # They import this module.
+    from loss_bench.accuracy import Accuracy
+    from loss_bench.train import Curve
+
     try:
         for name, kind in _KINDS.items():
             _check_kind(name, pairs.get(name, kind()), kind)
         rows = [Row.from_json(row) for row in pairs["rows"]]
         report = Report(rows=rows, **{name: value for name, value in pairs.items() if name in known})
         _name_the_device(report)
+        report.accuracy = [Accuracy.from_json(errors).to_json() for errors in report.accuracy]
+        report.train = [Curve.from_json(curve).to_json() for curve in report.train]
+        _check_parts(report)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} does not follow {SCHEMA!r}: {type(error).__name__}: {error}") from error
     return report
@@ -294,16 +310,27 @@ _KINDS: dict[str, type] = {
     "accuracy": list, "command": list, "sources": list,
 }  # fmt: skip
 
-# By the annotations of ``Row``.
+# Of a source and of a backend, as far as they are read.
+_SOURCE_KINDS: dict[str, type] = {name: _KINDS.get(name, str) for name in _OF_A_RUN}
+_BACKEND_KINDS: dict[str, type] = {"name": str, "version": str}
+
+# By the annotations of ``Row``, ``Accuracy`` and ``Curve``.
 _FIELD_KINDS: dict[object, tuple[type, ...]] = {
     "str": (str,), "int": (int,), "bool": (bool,), "float | None": (float, int, type(None)),
-    "int | None": (int, type(None)),
+    "int | None": (int, type(None)), "list[float]": (list,),
 }  # fmt: skip
 
 
 def _check_kind(name: str, value: object, *kinds: type) -> None:
     if not isinstance(value, kinds):
         raise TypeError(f"{name} must be {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
+
+
+def _check_parts(report: Report) -> None:
+    for parts, kinds in ((report.sources, _SOURCE_KINDS), (report.backends, _BACKEND_KINDS)):
+        for part in parts:
+            for name, kind in kinds.items():
+                _check_kind(name, part[name], kind)
 
 
 def _name_the_device(report: Report) -> None:

@@ -186,7 +186,8 @@ def _overview_cell(row: Accuracy | None) -> str:
         return ""
     if row.status != "ok":
         return state(row.status)
-    return short(max(value for value in (row.result_ulp, row.grad_ulp) if value is not None))
+    found = [value for value in (row.result_ulp, row.grad_ulp) if value is not None]
+    return short(max(found)) if found else NOTHING
 
 
 def _largest(rows: Iterable[Accuracy], name: str) -> str:
@@ -216,6 +217,8 @@ def _detail_cell(row: Accuracy | None, part: str) -> str:
     worst, mean = getattr(row, f"{part}_ulp"), getattr(row, f"{part}_ulp_mean")
     if row.status not in ("ok", "wrong"):
         return state(row.status)
+    if worst is None and row.status == "ok":
+        return NOTHING
     if worst is None or not math.isfinite(worst):
         return "wrong"
     return short(worst) if worst == mean else f"{short(worst)} ({short(mean)})"

@@ -24,7 +24,7 @@ from loss_bench.cases import DTYPES, Case
 from loss_bench.measure import seconds_between, stamp, synchronize
 from loss_bench.model import LanguageModel
 from loss_bench.processes import Tell
-from loss_bench.results import CURVE_KEY, Report, device_name, training_setup, with_others
+from loss_bench.results import CURVE_KEY, Report, check_fields, device_name, training_setup, with_others
 from loss_bench.runner import BASELINE, Failure
 from loss_bench.tokens import BYTE_VOCABULARY, encode, read_text
 
@@ -94,8 +94,10 @@ class Curve:
     def from_json(cls, pairs: dict[str, Any]) -> Curve:
         """The curve of a JSON object; fields that are not known here are left out."""
         known = {field.name for field in fields(cls)}
-        losses = [math.nan if loss is None else loss for loss in pairs["losses"]]
-        return cls(**{**{name: value for name, value in pairs.items() if name in known}, "losses": losses})
+        curve = cls(**{name: value for name, value in pairs.items() if name in known})
+        check_fields(curve)
+        curve.losses = [math.nan if loss is None else float(loss) for loss in curve.losses]
+        return curve
 
 
 def check_length(text: Tensor, size: Size) -> None:
