@@ -264,6 +264,39 @@ def test_an_op_that_a_backend_lacks_is_refused_by_name(name, op):
         make_call(Case(op, 4, 10, "float32"), name)
 
 
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("installed", "body", "reason"),
+    [
+        (None, "", "a-peer is not installed; pip install 'loss-bench[extra]'"),
+        ("1.9", "", "a-peer 1.9 is too old; 1.10 or newer is needed"),
+        ("1.10", "raise ImportError('libfoo.so.7')", "import of fake_peer failed: ImportError: libfoo.so.7"),
+        ("1.10", "import json.nothing", "import of fake_peer failed: ModuleNotFoundError: No module named"),
+        ("1.10", "None.kernel", "import of fake_peer failed: AttributeError: "),
+        ("1.10", "", None),
+    ],
+    ids=["missing", "old", "broken", "incomplete", "changed", "well"],
+)  # fmt: skip
+def test_why_a_peer_cannot_run(installed, body, reason, tmp_path, monkeypatch):
+    if installed is not None:
+        info = tmp_path / f"a_peer-{installed}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: a-peer\nVersion: {installed}\n")
+    (tmp_path / "fake_peer.py").write_text(body)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "fake_peer", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    arguments = {"at_least": "1.10", "device": GPU}
+    found = requirements.missing_reason("a-peer", "fake_peer", "extra", **arguments, capability=(8, 0))
+    sys.modules.pop("fake_peer", None)
+    assert found == reason if reason is None else found.startswith(reason)
+    if installed == "1.10":
+        found = requirements.missing_reason("a-peer", "fake_peer", "extra", **arguments, capability=(9, 0))
+        assert found == "needs compute capability 9.0 or newer"
+
+
 def test_reasons_are_plain_text():
     error = RuntimeError("\x1b[91m\x1b[1merror[INTERNAL]:\x1b[0m no valid IR\n  at kernel.py")
     assert first_line(error) == "error[INTERNAL]: no valid IR"
