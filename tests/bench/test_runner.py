@@ -185,6 +185,32 @@ def test_the_environment_is_looked_at_before_this_process_uses_the_device(monkey
     assert seen == [[], "timer"]
 
 
+@pytest.mark.parametrize(("times", "note"), [((1.0, 1.0, 1.05), ""), ((1.0, 1.0, 2.0), "unsteady: compare with care")])
+def test_samples_that_are_spread_widely_are_said(times, note):
+    class Spread(FakeTimer):
+        def time(self, work, iterations, warmup):
+            return list(times)
+
+    rows = CaseRunner(Plan(backends=("torch-nn",), passes=("forward",), iterations=3), CPU, timer=Spread()).run_case(
+        CASE, {}
+    )
+    assert [row.note for row in rows] == [note]
+
+
+@pytest.mark.parametrize(("later", "note"), [(0.97, ""), (0.8, "a copy ran at 80% of its first speed")])
+def test_a_gpu_that_slows_down_during_a_case_is_said(later, note, monkeypatch):
+    cases = CaseRunner(Plan(backends=("torch-nn",), passes=("forward",), iterations=3), CPU, timer=FakeTimer())
+    rows = cases.run_case(CASE, {})
+    # Only a GPU's clocks are looked at.
+    assert [row.note for row in rows] == ["unsteady: compare with care"]
+    rows[0].note = ""
+    monkeypatch.setattr(cases, "_device", torch.device("cuda"))
+    monkeypatch.setattr(cases, "_release", lambda: None)
+    monkeypatch.setattr(measure, "copy_gb_s", lambda device, timer: later * cases.ceilings["copy_gb_s"])
+    cases._note_drift(rows)
+    assert [row.note for row in rows] == [note]
+
+
 def test_excluded_backends_are_not_run():
     runner = CaseRunner(Plan(backends=("torch", "torch-nn"), passes=("forward",)), CPU, timer=FakeTimer())
     rows = runner.run_case(CASE, {"torch": ("crashed", "boom")})
