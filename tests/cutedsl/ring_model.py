@@ -43,6 +43,21 @@ class Memory:
         self.writable |= {begin + i * size for i in writable}
         return begin
 
+    def matrix(self, place, size, values, stride, offset=0, writable=False):
+        """The address of rows; what lies between them may be read, and must not be used."""
+        rows, cols = values.shape
+        elements = np.full((rows, stride), NAN, float32)
+        elements[:, :cols] = values
+        writable = [row * stride + col for row in range(rows) for col in range(cols)] if writable else ()
+        return self.tensor(place, size, elements.ravel()[: (rows - 1) * stride + cols], writable, offset)
+
+    def written_matrix(self, begin, size, shape, stride):
+        """Rows all of whose elements have been written."""
+        rows, cols = shape
+        addresses = [[begin + (row * stride + col) * size for col in range(cols)] for row in range(rows)]
+        assert all(address in self.writer for row in addresses for address in row), "not written"
+        return np.array([[self.cells[address] for address in row] for row in addresses], float32)
+
     def read(self, address, size):
         assert self.sizes[address // FAR] == size
         assert address in self.cells, "read outside the tensors"

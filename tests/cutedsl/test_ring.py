@@ -89,25 +89,18 @@ def launch(monkeypatch, case, seed, resident, workspace):
     scalar = case.reduction != "none"
     memory = Memory()
 
-    def matrix(place, stride, values, writable):
-        """What lies between rows may be read, and must not be used."""
-        elements = np.full((case.rows, stride), NAN, float32)
-        if values is not None:
-            elements[:, : case.cols] = values
-        rows = [row * stride + col for row in range(case.rows) for col in range(case.cols)] if writable else ()
-        return memory.tensor(place, size, elements.ravel()[: rows_end(stride)], rows, case.offset)
-
-    def rows_end(stride):
-        return (case.rows - 1) * stride + case.cols
-
     def vector(place, size, values, writable=True):
         return memory.tensor(place, size, values, range(len(values)) if writable else ())
 
     arguments = dict.fromkeys(("g_grad", "g_bytes", "g_items", "g_denominator", "g_row_loss"), 0)
-    arguments["g_logits"] = matrix(LOGITS, stride, case.logits(), case.in_place)
+    arguments["g_logits"] = memory.matrix(LOGITS, size, case.logits(), stride, case.offset, case.in_place)
     if case.gradient:
-        in_place = arguments["g_logits"]
-        arguments["g_grad"] = in_place if case.in_place else matrix(GRAD, grad_stride, None, True)
+        empty = np.full((case.rows, case.cols), NAN, float32)
+        arguments["g_grad"] = (
+            arguments["g_logits"]
+            if case.in_place
+            else memory.matrix(GRAD, size, empty, grad_stride, case.offset, writable=True)
+        )
     if case.reduction.startswith("byte_mean"):
         arguments["g_bytes"] = vector(BYTES, int(case.reduction[-1]), byte_counts(case), False)
     if case.reduction == "items by pointer":
@@ -135,10 +128,7 @@ def launch(monkeypatch, case, seed, resident, workspace):
 
     grad = None
     if case.gradient:
-        begin = arguments["g_grad"]
-        addresses = [[begin + (row * grad_stride + col) * size for col in range(case.cols)] for row in range(case.rows)]
-        assert all(address in memory.writer for row in addresses for address in row), "not written"
-        grad = np.array([[memory.cells[address] for address in row] for row in addresses], float32)
+        grad = memory.written_matrix(arguments["g_grad"], size, (case.rows, case.cols), grad_stride)
     loss = np.array(found(LOSS << 32, 1 if scalar else case.rows), float32)
     denominator = np.array(found(DENOMINATOR << 32, 1) if scalar else [1.0], float32)
     lse = np.array(found(LSE << 32, case.rows), float32)

@@ -71,35 +71,27 @@ def launch(monkeypatch, case, seed, resident):
     vectors = _schedule.most_vectors(case.cols, width, ragged)
     memory = Memory()
 
-    def matrix(place, stride, offset, values, writable=False):
-        """What lies between rows may be read, and must not be used."""
-        elements = np.full((case.rows, stride), NAN, float32)
-        elements[:, : case.cols] = values
-        rows = [row * stride + col for row in range(case.rows) for col in range(case.cols)] if writable else ()
-        return memory.tensor(place, size, elements.ravel()[: (case.rows - 1) * stride + case.cols], rows, offset)
-
-    read = matrix(READ, stride, case.offset, case.inputs()[0])
-    written = matrix(WRITTEN, out_stride, case.out_offset, NAN, True)
+    inputs = case.inputs()
+    read = memory.matrix(READ, size, inputs[0], stride, case.offset)
+    empty = np.full((case.rows, case.cols), NAN, float32)
+    written = memory.matrix(WRITTEN, size, empty, out_stride, case.out_offset, writable=True)
     arguments = {"rows": case.rows, "cols": case.cols, "chunks": case.schedule.chunks(vectors)}
     if case.backward:
-        upstream = matrix(UPSTREAM, out_stride, case.dy_offset, case.inputs()[1])
+        upstream = memory.matrix(UPSTREAM, size, inputs[1], out_stride, case.dy_offset)
         arguments |= {"g_output": read, "output_stride": stride, "g_grad": written, "grad_stride": out_stride}
         arguments |= {"g_upstream": upstream, "upstream_stride": out_stride}
     else:
         arguments |= {"g_input": read, "input_stride": stride, "g_output": written, "output_stride": out_stride}
     kernel_class = softmax.SoftmaxBackward if case.backward else Forward
     kernel = in_python(kernel_class)(case.dtype, case.schedule, ragged, log=case.log, held=case.held)
-    inputs = 1 + case.backward if case.held else 0
     Launch(
         kernel, memory, case.clusters * case.schedule.cluster, seed, resident,
-        shared_bytes=_schedule.shared_bytes(case.schedule, vectors, inputs, softmax.ENTRY_WORDS),
+        shared_bytes=_schedule.shared_bytes(case.schedule, vectors, len(inputs) * case.held, softmax.ENTRY_WORDS),
         word_bytes=kernel.scratch_bytes,
     ).run(
         monkeypatch, kernel.softmax_backward_kernel if case.backward else kernel.softmax_forward_kernel, **arguments
     )  # fmt: skip
-    addresses = [[written + (row * out_stride + col) * size for col in range(case.cols)] for row in range(case.rows)]
-    assert all(address in memory.writer for row in addresses for address in row), "not written"
-    return np.array([[memory.cells[address] for address in row] for row in addresses], float32)
+    return memory.written_matrix(written, size, (case.rows, case.cols), out_stride)
 
 
 def check(monkeypatch, case, seeds=2):
