@@ -146,13 +146,13 @@ def test_the_softmax_table_of_the_readme_is_that_of_the_committed_results():
                 if (row["op"], row["dtype"]) == ("softmax", "bfloat16") and row["copy_share"]:
                     key = f"{row['rows']} x {row['classes']}", card, row["backend"], row["pass"]
                     shares[key] = 100 * row["copy_share"]
+    columns = [
+        (card, backend) for card in ("h200", "h100") for backend in ("torch-compile", "quack", "triton", "cutedsl")
+    ]
     table = table_lines(speed_of_the_readme().split("\nSoftmax, ")[1])
     assert len(table) == 7
     for line in table[2:]:
         case, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        columns = [
-            (card, backend) for card in ("h200", "h100") for backend in ("torch-compile", "quack", "triton", "cutedsl")
-        ]
         for (card, backend), cell in zip(columns, cells, strict=True):
             forward, backward = (shares[case, card, backend, direction] for direction in ("forward", "backward"))
             assert cell == f"{forward:.0f} / {backward:.0f}%", (case, card, backend)

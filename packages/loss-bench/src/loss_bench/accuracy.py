@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from loss_bench.inputs import IGNORE_INDEX
 from loss_bench.measure import poison
 from loss_bench.processes import Tell
 from loss_bench.reference import CrossEntropyRows, mean_denominator, pieces, softmax_gradient, softmax_rows
-from loss_bench.results import ERROR_KEY, Report, check_fields, device_name, with_others
+from loss_bench.results import ERROR_KEY, Report, device_name, finite, from_pairs, with_others
 
 
 @dataclass
@@ -65,15 +65,12 @@ class Accuracy:
 
     def to_json(self) -> dict[str, Any]:
         """The row as a JSON object; NaN and infinity become null."""
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
+        return finite(asdict(self))
 
     @classmethod
     def from_json(cls, pairs: dict[str, Any]) -> Accuracy:
         """The row of a JSON object; fields that are not known here are left out."""
-        known = {field.name for field in fields(cls)}
-        row = cls(**{name: value for name, value in pairs.items() if name in known})
-        check_fields(row)
-        return row
+        return from_pairs(cls, pairs)
 
 
 def _normal(shape: tuple[int, int], scale: float, generator: torch.Generator) -> Tensor:

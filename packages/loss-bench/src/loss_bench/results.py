@@ -36,7 +36,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -158,32 +158,40 @@ class Row:
         """The row as a JSON object; NaN and infinity, which JSON lacks, become null."""
         pairs = asdict(self)
         pairs["pass"] = pairs.pop("pass_")
-        return {name: _finite(value) for name, value in pairs.items()}
+        return finite(pairs)
 
     @classmethod
     def from_json(cls, pairs: dict[str, Any]) -> Row:
         """The row of a JSON object; fields that are not known here are left out."""
-        known = {field.name for field in fields(cls)}
-        renamed = {("pass_" if name == "pass" else name): value for name, value in pairs.items()}
-        row = cls(**{name: value for name, value in renamed.items() if name in known})
-        check_fields(row)
-        return row
+        return from_pairs(cls, {("pass_" if name == "pass" else name): value for name, value in pairs.items()})
 
 
-def check_fields(found: Any) -> None:
-    """Raise for a field of a row, a curve or errors that holds something else than it should.
+class _WithStatus(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    status: str
+
+
+Found = TypeVar("Found", bound=_WithStatus)
+
+
+def from_pairs(kind: type[Found], pairs: dict[str, Any]) -> Found:
+    """A row, a curve or errors of a JSON object's `pairs`; those that are not known here are left out.
 
     Raises:
-        TypeError: naming both.
+        TypeError: for a field that holds something else than it should, naming both.
     """
-    for place in fields(found):
+    known = {place.name for place in fields(kind)}
+    found = kind(**{name: value for name, value in pairs.items() if name in known})
+    for place in fields(kind):
         _check_kind(place.name, getattr(found, place.name), *_FIELD_KINDS[place.type])
     if found.status not in STATUSES:
         raise TypeError(f"status must be one of {', '.join(STATUSES)}, got {found.status!r}")
+    return found
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def finite(pairs: Mapping[str, Any]) -> dict[str, Any]:
+    """The `pairs`, null for NaN and infinity, which JSON lacks."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in pairs.items()}
 
 
 @dataclass

@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from loss_bench.cases import DTYPES, Case
 from loss_bench.measure import seconds_between, stamp, synchronize
 from loss_bench.model import LanguageModel
 from loss_bench.processes import Tell
-from loss_bench.results import CURVE_KEY, Report, check_fields, device_name, training_setup, with_others
+from loss_bench.results import CURVE_KEY, Report, device_name, finite, from_pairs, training_setup, with_others
 from loss_bench.runner import BASELINE, Failure
 from loss_bench.tokens import BYTE_VOCABULARY, encode, read_text
 
@@ -84,18 +84,19 @@ class Curve:
     difference: float | None = None
     allowed: float | None = None
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What is one curve, whenever it is found."""
+        return tuple(getattr(self, name) for name in CURVE_KEY)
+
     def to_json(self) -> dict[str, Any]:
         """The curve as a JSON object; NaN and infinity become null."""
-        pairs = asdict(self)
-        pairs["losses"] = [loss if math.isfinite(loss) else None for loss in self.losses]
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in pairs.items()}
+        return finite(asdict(self) | {"losses": [loss if math.isfinite(loss) else None for loss in self.losses]})
 
     @classmethod
     def from_json(cls, pairs: dict[str, Any]) -> Curve:
         """The curve of a JSON object; fields that are not known here are left out."""
-        known = {field.name for field in fields(cls)}
-        curve = cls(**{name: value for name, value in pairs.items() if name in known})
-        check_fields(curve)
+        curve = from_pairs(cls, pairs)
         curve.losses = [math.nan if loss is None else float(loss) for loss in curve.losses]
         return curve
 
@@ -180,10 +181,10 @@ def earlier_curves(
         if training_setup(before) == setup:
             _check_comparable(before, settings)
     versions = {pairs["name"]: pairs["version"] for pairs in earlier.backends}
-    known = {(curve.device, curve.setup, curve.backend): curve for curve in map(Curve.from_json, earlier.train)}
+    known = {curve.key: curve for curve in map(Curve.from_json, earlier.train)}
     found = {}
     for backend in backends:
-        curve = known.get((device, setup, backend.name))
+        curve = known.get(Curve(backend.name, device, setup).key)
         if curve is not None and backend.stands(versions.get(backend.name, ""), curve.status):
             found[backend.name] = curve
     return found
