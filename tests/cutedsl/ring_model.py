@@ -2,8 +2,7 @@
 
 One thread runs at a time. Which is next, and when parts of copies land, comes from a seed: a failure can be repeated.
 Races show whatever is drawn: each thread has a vector clock, and an access fails that does not surely come after those
-before it, in whatever order they came. Barriers order, barrier objects too, and shuffles nothing but that what a lane
-has read before is read.
+before it, in whatever order they came. Barriers order, barrier objects too, and shuffles nothing.
 """
 
 import functools
@@ -156,39 +155,35 @@ class Turns:
         self.ready += self.waiting.pop(what, [])
 
 
-# What a clock tells: until when another thread's writes are seen, and until when its reads are over.
-SEEN, OVER, BOTH = 0, 1, slice(2)
-
-
 class Order:
     """What surely comes before what: a clock for each thread, and the accesses to each address."""
 
     def __init__(self, count):
-        self.now = np.eye(count, dtype=np.int32)[:, None].repeat(2, axis=1)
+        self.now = np.eye(count, dtype=np.int32)
         self.writer, self.readers = {}, {}
 
     def new(self):
         return np.zeros_like(self.now[0])
 
-    def give(self, thread, clock, kinds=BOTH):
+    def give(self, thread, clock):
         """Whoever takes this clock comes after what the thread has done."""
-        np.maximum(clock[kinds], self.now[thread, kinds], out=clock[kinds])
-        self.now[thread, :, thread] += 1
+        np.maximum(clock, self.now[thread], out=clock)
+        self.now[thread, thread] += 1
 
-    def take(self, thread, clock, kinds=BOTH):
-        np.maximum(clock[kinds], self.now[thread, kinds], out=self.now[thread, kinds])
+    def take(self, thread, clock):
+        np.maximum(clock, self.now[thread], out=self.now[thread])
 
     def reads(self, thread, address):
         writer, time = self.writer.get(address, (thread, 0))
-        assert self.now[thread, SEEN, writer] >= time, "read in no order with what was written"
-        self.readers.setdefault(address, {})[thread] = self.now[thread, SEEN, thread]
+        assert self.now[thread, writer] >= time, "read in no order with what was written"
+        self.readers.setdefault(address, {})[thread] = self.now[thread, thread]
 
     def writes(self, thread, address):
         writer, time = self.writer.get(address, (thread, 0))
-        assert self.now[thread, SEEN, writer] >= time, "written twice, in no order"
+        assert self.now[thread, writer] >= time, "written twice, in no order"
         for reader, time in self.readers.pop(address, {}).items():
-            assert self.now[thread, OVER, reader] >= time, "written in no order with a read"
-        self.writer[address] = thread, self.now[thread, SEEN, thread]
+            assert self.now[thread, reader] >= time, "written in no order with a read"
+        self.writer[address] = thread, self.now[thread, thread]
 
 
 class BarrierObject:
@@ -249,7 +244,7 @@ class Launch:
         self.order.give(thread, self.ends[block])
         if self.alive[block] == 0:
             for writer, time in self.sent[block]:
-                assert self.ends[block][SEEN, writer] >= time, "a block has ended to which something may be on the way"
+                assert self.ends[block][writer] >= time, "a block has ended to which something may be on the way"
             first = block // self.schedule.cluster * self.schedule.cluster
             if not any(self.alive[first : first + self.schedule.cluster]):
                 self.start_cluster()
@@ -276,7 +271,7 @@ class Launch:
 
     # Threads that meet
 
-    def meet(self, key, count, kinds=BOTH, value=None, combine=None):
+    def meet(self, key, count, ordered=True, value=None, combine=None):
         """Wait for so many threads; what all of them brought, or what the last has made of it."""
         if key not in self.meetings:
             self.meetings[key] = {}, self.order.new(), count
@@ -284,7 +279,8 @@ class Launch:
         assert wanted == count
         assert self.me not in values
         values[self.me] = value
-        self.order.give(self.me, clock, kinds)
+        if ordered:
+            self.order.give(self.me, clock)
         if len(values) == count:
             del self.meetings[key]
             if combine:
@@ -293,7 +289,8 @@ class Launch:
             self.turns.pause()
         else:
             self.turns.wait((key, id(values)))
-        self.order.take(self.me, clock, kinds)
+        if ordered:
+            self.order.take(self.me, clock)
         return values
 
     def named_barrier(self, number, threads):
@@ -327,7 +324,7 @@ class Launch:
         self.meet(("warp", self.me // 32), 32)
 
     def shuffle_xor(self, value, distance):
-        return self.meet(("shuffle", self.me // 32, distance), 32, OVER, value)[self.me ^ distance]
+        return self.meet(("shuffle", self.me // 32, distance), 32, False, value)[self.me ^ distance]
 
     shuffle_xor_64 = shuffle_xor
 
@@ -339,10 +336,10 @@ class Launch:
                 values = {thread: combine(value, values[thread ^ distance]) for thread, value in values.items()}
             return values
 
-        return self.meet(("reduce", self.me // 32), 32, OVER, value, reduced)[self.me]
+        return self.meet(("reduce", self.me // 32), 32, False, value, reduced)[self.me]
 
     def from_first_lane(self, value):
-        return self.meet(("first lane", self.me // 32), 32, OVER, value)[self.me // 32 * 32]
+        return self.meet(("first lane", self.me // 32), 32, False, value)[self.me // 32 * 32]
 
     # Shared memory
 
@@ -478,7 +475,7 @@ class Launch:
             assert key not in self.on_the_way, "two copies to one place"
             self.order.writes(self.me, key)
             self.on_the_way.add(key)
-        self.sent[block].append((self.me, self.order.now[self.me, SEEN, self.me]))
+        self.sent[block].append((self.me, self.order.now[self.me, self.me]))
         self.order.give(self.me, clock)
 
         def land(piece):
