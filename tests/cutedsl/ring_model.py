@@ -191,7 +191,7 @@ class BarrierObject:
 
     def __init__(self, key, count, maker, clock):
         self.key, self.count, self.pending, self.bytes, self.phase = key, count, count, 0, 0
-        self.maker, self.shown = maker, False
+        self.maker, self.shown, self.from_afar = maker, False, False
         self.clock, self.passed, self.landed = clock, clock.copy(), []
 
 
@@ -455,7 +455,7 @@ class Launch:
             found.landed = []
             self.turns.wake(("object", found.key))
 
-    def wait_for(self, address, parity):
+    def wait_for(self, address, parity, scope="cta"):
         found = self.object(address)
         # The phase before the first is over from the start. A thread waits for each phase, one after the other.
         phase = self.waits[self.me, found.key] = self.waits.get((self.me, found.key), -1 - parity) + 1
@@ -464,6 +464,7 @@ class Launch:
         while found.phase & 1 == parity:
             self.turns.wait(("object", found.key))
         assert found.phase == phase + 1, "another phase than the one waited for"
+        assert scope == "cluster" or not found.from_afar, "what another block has sent is not seen"
         self.order.take(self.me, found.passed)
 
     # What lands later
@@ -512,7 +513,9 @@ class Launch:
             block += self.block // self.schedule.cluster * self.schedule.cluster
             assert self.alive[block] > 0, "sent to a block that has ended"
             piece = [(self.key(address + 4 * i, "word", 1, block), lambda i=i: words[i]) for i in range(len(words))]
-            self.put(block, self.object(s_barrier, block), [piece], 4)
+            found = self.object(s_barrier, block)
+            found.from_afar |= block != self.block
+            self.put(block, found, [piece], 4)
 
     # Registers: a vector is four words, a word one element or two
 

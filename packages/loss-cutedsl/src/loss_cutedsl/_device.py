@@ -366,9 +366,11 @@ def arrive_and_expect(s_barrier, size):
     ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};", None, [s_barrier, size])
 
 
-def wait_for(s_barrier, parity):
+def wait_for(s_barrier, parity, scope="cta"):
+    """Wait for the end of a phase; ``scope``: "cluster" where another block sends what is waited for."""
     ptx(
-        "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}; @!p bra again; }",
+        "{ .reg .pred p; again: mbarrier.try_wait.parity.acquire.%s.shared::cta.b64 p, [{$r0}], {$r1};"
+        " @!p bra again; }" % scope,
         None,
         [s_barrier, parity],
     )
@@ -878,9 +880,11 @@ class MeetingRows(StagedRows):
         s_half = s_scratch + half * (entries * self.entry_bytes)
         s_met = s_scratch + self.met + 8 * half
         s_mine = s_half + (rank * self.warps + thread // 32) * self.entry_bytes
+        # All lanes have read what they need of the row before: what is sent now lets the others write over it.
+        warp_barrier()
         send(s_mine, words, s_met, lane, lane < self.cluster)
         self.expect_entries(s_met, thread, 4 * len(words) * entries)
-        wait_for(s_met, turn >> 1)
+        wait_for(s_met, turn >> 1, "cluster")
         return [(lane + 32 * e, entries, s_half + (lane + 32 * e) * self.entry_bytes) for e in range(-(-entries // 32))]
 
     @cute.jit

@@ -203,7 +203,7 @@ class RingRows(MeetingRows):
         for block in range(self.cluster):
             send(s_number, [number], s_sent, Int32(block), facts.rank == 0)
         arrive_and_expect(s_sent, Int32(4))
-        wait_for(s_sent, parity)
+        wait_for(s_sent, parity, "cluster")
         return load_shared_word(s_number)
 
     # The threads that work on rows
