@@ -527,7 +527,6 @@ class StagedRows:
         self.entry_bytes = 4 * entry_words
         self.scratch_bytes = schedule.scratch_bytes(entry_words)
         self.notes = self.scratch_bytes - NOTE_BYTES
-        self.met = self.notes - MET_BYTES
 
     def lowest(self):
         """A word of -inf elements."""
@@ -861,6 +860,10 @@ class MeetingRows(StagedRows):
     There is a barrier object for each half of the scratch. Who has started the copies of a row, or waits for them,
     need not wait for the others before they send.
     """
+
+    def __init__(self, dtype, schedule: Schedule, ragged: bool, entry_words: int):
+        super().__init__(dtype, schedule, ragged, entry_words)
+        self.met = self.notes - MET_BYTES
 
     @cute.jit
     def make_met(self, s_scratch, thread):
