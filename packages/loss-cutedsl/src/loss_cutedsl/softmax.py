@@ -119,7 +119,6 @@ class SoftmaxForward(SoftmaxRows):
             cluster_arrive()
         if cutlass.const_expr(self.held):
             self.fill_tails(s_slots, chunks, cols, first, self.lowest())
-        if cutlass.const_expr(self.held):
             for s in cutlass.range_constexpr(self.stages):
                 early_row = first_row + s * row_step
                 if early_row < rows:
@@ -283,7 +282,6 @@ class SoftmaxBackward(SoftmaxRows):
             cluster_arrive()
         if cutlass.const_expr(self.held):
             self.fill_tails(s_slots, chunks, cols, first, Uint32(0), parts=2)
-        if cutlass.const_expr(self.held):
             for s in cutlass.range_constexpr(self.stages):
                 early_row = first_row + s * row_step
                 if early_row < rows:
