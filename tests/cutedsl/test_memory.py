@@ -133,7 +133,7 @@ class Memory:
             "divide": lambda a, b: 1.0,
             "fma": lambda a, b, c: 1.0,
             "log2": lambda x: 1.0,
-            **dict.fromkeys(("cluster_barrier", "cluster_arrive", "cluster_wait"), lambda: None),
+            **dict.fromkeys(("show_mbarriers", "cluster_barrier", "cluster_arrive", "cluster_wait"), lambda: None),
         }  # fmt: skip
 
 
@@ -147,7 +147,7 @@ class Parts:
         self.seen += [x for x in t if x != -math.inf]
         return 0.0, 1.0
 
-    def make_met(self, s_scratch, thread):
+    def make_met(self, s_scratch):
         pass
 
     def reduce_row(self, *rest):

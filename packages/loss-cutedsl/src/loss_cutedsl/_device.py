@@ -865,13 +865,10 @@ class MeetingRows(StagedRows):
         super().__init__(dtype, schedule, ragged, entry_words)
         self.met = self.notes - MET_BYTES
 
-    @cute.jit
-    def make_met(self, s_scratch, thread):
-        """Make the two barrier objects; to be shown to the cluster before the first exchange."""
-        if thread == 0:
-            for half in cutlass.range_constexpr(2):
-                make_mbarrier(s_scratch + self.met + 8 * half, 1)
-            show_mbarriers()
+    def make_met(self, s_scratch):
+        """Make the two barrier objects, by one thread; to be shown to the cluster before the first exchange."""
+        for half in range(2):
+            make_mbarrier(s_scratch + self.met + 8 * half, 1)
 
     def exchange(self, s_scratch, turn, thread, rank, words):
         """As in ``StagedRows``; ``turn`` goes from 0 to 3, for a barrier object has phases."""

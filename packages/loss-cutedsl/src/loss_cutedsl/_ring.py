@@ -112,11 +112,10 @@ class RingRows(MeetingRows):
     def make_barriers(self, s_memory):
         """One thread makes the barrier objects of all groups; then all may use them."""
         s_control = s_memory + self.groups * self.scratch_bytes
-        if cutlass.const_expr(self.cluster > 1):
-            for group in cutlass.range_constexpr(self.groups):
-                self.make_met(s_memory + group * self.scratch_bytes, cute.arch.thread_idx()[0])
         if cute.arch.thread_idx()[0] == 0:
             for group in cutlass.range_constexpr(self.groups):
+                if cutlass.const_expr(self.cluster > 1):
+                    self.make_met(s_memory + group * self.scratch_bytes)
                 s_group = s_control + group * self.control_bytes
                 for place in cutlass.range_constexpr(self.stages):
                     make_mbarrier(s_group + self.full + 8 * place, 1)

@@ -41,6 +41,7 @@ from ._device import (
     load_shared,
     log2,
     pack,
+    show_mbarriers,
     store_element,
     store_global,
     tree,
@@ -115,7 +116,9 @@ class SoftmaxForward(SoftmaxRows):
         s_slots = s_scratch + self.scratch_bytes + group * (self.stages * stage_bytes) + thread * VECTOR_BYTES
         g_end = g_input + (Int64(rows - 1) * input_stride + Int64(cols)) * self.element_bytes
         if cutlass.const_expr(self.cluster > 1):
-            self.make_met(s_scratch, thread)
+            if thread == 0:
+                self.make_met(s_scratch)
+                show_mbarriers()
             cluster_arrive()
         if cutlass.const_expr(self.held):
             self.fill_tails(s_slots, chunks, cols, first, self.lowest())
@@ -278,7 +281,9 @@ class SoftmaxBackward(SoftmaxRows):
         g_y_end = g_output + (last_row * output_stride + Int64(cols)) * self.element_bytes
         g_dy_end = g_upstream + (last_row * upstream_stride + Int64(cols)) * self.element_bytes
         if cutlass.const_expr(self.cluster > 1):
-            self.make_met(s_scratch, thread)
+            if thread == 0:
+                self.make_met(s_scratch)
+                show_mbarriers()
             cluster_arrive()
         if cutlass.const_expr(self.held):
             self.fill_tails(s_slots, chunks, cols, first, Uint32(0), parts=2)
