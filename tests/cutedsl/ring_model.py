@@ -302,8 +302,6 @@ class Launch:
     def cluster_barrier(self):
         self.meet(("cluster", self.me // self.in_cluster), self.in_cluster)
 
-    cluster_barrier_of_threads = cluster_barrier
-
     def cluster_arrive(self):
         """Once a launch. It orders nothing: what the others learn of are the barrier objects that have been shown."""
         arrived = self.arrived[self.me // self.in_cluster]

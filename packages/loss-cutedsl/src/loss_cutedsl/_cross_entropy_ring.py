@@ -17,7 +17,6 @@ from ._device import (
     LOWEST,
     add,
     add_64,
-    cluster_barrier_of_threads,
     divide,
     draw,
     exchange_add,
@@ -201,9 +200,6 @@ class CrossEntropyRing(RingRows, CrossEntropyTotal):
                 self.fetch_rows(facts, it, s_control, s_ring, self.team())
         else:
             self.take_rows(facts, it, s_control, s_ring + thread * VECTOR_BYTES, self.team())
-        if cutlass.const_expr(self.cluster > 1):
-            # A block must not end while the other may still send to it.
-            cluster_barrier_of_threads()
 
     # The thread that fetches
 

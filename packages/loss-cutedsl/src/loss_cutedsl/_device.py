@@ -444,11 +444,6 @@ def cluster_wait():
     ptx("barrier.cluster.wait.acquire.aligned;")
 
 
-def cluster_barrier_of_threads():
-    """The same where the threads of a warp may come one by one."""
-    ptx("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;")
-
-
 def shuffle_xor(value, distance, kind=Float32):
     return ptx(f"shfl.sync.bfly.b32 {{$w0}}, {{$r0}}, {distance}, 31, -1;", [kind], [value])
 
@@ -858,7 +853,8 @@ class MeetingRows(StagedRows):
     """Rows whose blocks, in a cluster, tell one another what they know of a row without a barrier of all threads.
 
     There is a barrier object for each half of the scratch. Who has started the copies of a row, or waits for them,
-    need not wait for the others before they send.
+    need not wait for the others before they send. A block may end when its threads have: the blocks of a cluster have
+    the same rows, so whatever is sent to one is of an exchange that all of its threads wait for.
     """
 
     def __init__(self, dtype, schedule: Schedule, ragged: bool, entry_words: int):

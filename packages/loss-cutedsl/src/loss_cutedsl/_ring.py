@@ -61,6 +61,9 @@ class RingRows(MeetingRows):
     A block has ``groups`` of ``row_threads`` threads and as many warps that fetch; with a cluster of two each block has
     half of a row.
 
+    A block may end while the other still runs: what the other sends are entries, for which all threads that work on the
+    row wait, and numbers, for which the thread that fetches waits before it knows that there are no more rows.
+
     Compile-time facts as in ``StagedRows``; ``ring.held``: chunks of a row, where they are held.
     """
 
