@@ -636,9 +636,10 @@ class StagedRows:
         for lane in range(self.width):
             col = vector * self.width + lane - phase
             g_element = g_vectors + Int64(vector) * VECTOR_BYTES + Int64(lane * self.element_bytes)
-            bits = "f32" if self.element_bytes == 4 else "b16"
+            bits = "b32" if self.element_bytes == 4 else "b16"
+            # Set first: what is set under a predicate alone keeps its register all around the loop over rows.
             ptx(
-                f"{{ .reg .pred p; .reg .{bits} v; setp.lt.u32 p, {{$r2}}, {{$r3}};"
+                f"{{ .reg .pred p; .reg .{bits} v; setp.lt.u32 p, {{$r2}}, {{$r3}}; mov.{bits} v, 0;"
                 f" @p ld.global.{bits} v, [{{$r1}}]; @p st.shared.{bits} [{{$r0}}], v; }}",
                 None,
                 [s_slot + lane * self.element_bytes, g_element, col, cols],
