@@ -351,36 +351,62 @@ class Launch:
             assert self.kinds.setdefault(key + 4 * word, (kind, key)) == (kind, key), "two things at one place"
         return key
 
-    def load_shared_word(self, address, kind="word", words=1, unknown=-1234567):
-        key = self.key(address, kind, words)
+    def pieces(self, key):
+        """What is at a key, and in order by itself: a word, or each element of a vector."""
+        return range(key, key + VECTOR_BYTES, self.size) if self.kinds[key][0] == "vector" else [key]
+
+    def read_shared(self, key, pieces, unknown):
         assert key not in self.on_the_way, "read before it is there"
-        self.order.reads(self.me, key)
+        for piece in pieces:
+            self.order.reads(self.me, piece)
         self.unsettled[self.me].discard(key)
         return self.shared.get(key, unknown)
 
-    def store_shared_word(self, address, value, kind="word", words=1):
-        key = self.key(address, kind, words)
+    def write_shared(self, key, pieces, value):
         assert key not in self.on_the_way, "written while something else is on its way there"
-        self.order.writes(self.me, key)
+        for piece in pieces:
+            self.order.writes(self.me, piece)
         self.unsettled[self.me].add(key)
         self.shared[key] = value
 
+    def load_shared_word(self, address, kind="word", words=1, unknown=-1234567):
+        key = self.key(address, kind, words)
+        return self.read_shared(key, self.pieces(key), unknown)
+
+    def store_shared_word(self, address, value, kind="word", words=1):
+        key = self.key(address, kind, words)
+        self.write_shared(key, self.pieces(key), value)
+
     def load_shared(self, address):
-        return self.load_shared_word(address, "vector", 4, [(NAN,) * self.part] * 4)
+        return self.load_shared_word(address, "vector", 4, self.unknown_vector())
 
     def store_shared(self, address, words):
         self.store_shared_word(address, list(words), "vector", 4)
 
-    def store_shared_element(self, address, value):
+    def unknown_vector(self):
+        return [(NAN,) * self.part] * 4
+
+    def vector_and_lane(self, address):
+        """Of an element: its vector's key, and its number there."""
+        begin = address - address % VECTOR_BYTES
+        return self.key(begin, "vector", 4), (address - begin) // self.size
+
+    def load_shared_element(self, address):
         """Among words one of them, among vectors an element of one."""
+        if address < self.words_end:
+            return self.load_shared_word(address)
+        key, lane = self.vector_and_lane(address)
+        return self.unpack(None, self.read_shared(key, self.pieces(key)[lane : lane + 1], self.unknown_vector()))[lane]
+
+    def store_shared_element(self, address, value):
+        """Likewise."""
         if address < self.words_end:
             self.store_shared_word(address, value)
             return
-        begin = address - address % VECTOR_BYTES
-        vector = self.shared.get(self.key(begin, "vector", 4), [(NAN,) * self.part] * 4)
-        elements = self.unpack(None, vector)
-        elements[(address - begin) // self.size] = value
-        self.store_shared(begin, self.words(elements))
+        key, lane = self.vector_and_lane(address)
+        elements = self.unpack(None, self.shared.get(key, self.unknown_vector()))
+        elements[lane] = value
+        self.write_shared(key, self.pieces(key)[lane : lane + 1], self.words(elements))
 
     # Copies that a thread waits for. They may land at any time until then: whatever touches the place meanwhile fails.
 
@@ -391,7 +417,8 @@ class Launch:
             assert key not in self.on_the_way, "two copies to one place"
             # A store that is neither read nor followed by a wait may come after the copy.
             assert key not in self.unsettled[self.me], "a copy in no order with a store"
-            self.order.writes(self.me, key)
+            for piece in self.pieces(key):
+                self.order.writes(self.me, piece)
             self.on_the_way.add(key)
             self.copies[self.me][-1].append((key, self.read_vector(g_address)))
 
@@ -403,7 +430,8 @@ class Launch:
         while len(groups) - 1 > pending:
             for key, vector in groups.pop(0):
                 # So that who looks at it comes after this wait.
-                self.order.writes(self.me, key)
+                for piece in self.pieces(key):
+                    self.order.writes(self.me, piece)
                 self.on_the_way.remove(key)
                 self.shared[key] = vector
         self.unsettled[self.me].clear()
@@ -472,7 +500,8 @@ class Launch:
         clock = self.order.new()
         for key in [key for piece in pieces for key, _ in piece]:
             assert key not in self.on_the_way, "two copies to one place"
-            self.order.writes(self.me, key)
+            for at in self.pieces(key):
+                self.order.writes(self.me, at)
             self.on_the_way.add(key)
         self.sent[block].append((self.me, self.order.now[self.me, self.me]))
         self.order.give(self.me, clock)
@@ -540,7 +569,7 @@ class Launch:
         self.memory.write(address, size, value, self.me)
 
     def load_element(self, dtype, address, space="global"):
-        return self.load_shared_word(address) if space == "shared" else self.read(address, self.size)
+        return self.load_shared_element(address) if space == "shared" else self.read(address, self.size)
 
     def store_element(self, dtype, address, value, space="global", predicate=True):
         if predicate and space == "shared":

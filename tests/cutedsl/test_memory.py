@@ -20,10 +20,9 @@ from loss_cutedsl import (
     _cross_entropy_rows,
     _device,
     _schedule,
-    softmax,
 )
 
-MODULES = (_device, _cross_entropy_rows, _cross_entropy_forward, _cross_entropy_backward, softmax)
+MODULES = (_device, _cross_entropy_rows, _cross_entropy_forward, _cross_entropy_backward)
 VECTOR = _schedule.VECTOR_BYTES
 IGNORED = -100
 TARGET = -5.0
@@ -147,14 +146,8 @@ class Parts:
         self.seen += [x for x in t if x != -math.inf]
         return 0.0, 1.0
 
-    def make_met(self, s_scratch):
-        pass
-
     def reduce_row(self, *rest):
         return 0.0, 1.0, [], None
-
-    def reduce_sums(self, s_scratch, parity, thread, rank, sums):
-        return sums
 
     def copy_elements(self, s_slot, g_vectors, vector, phase, cols):
         for lane in range(self.width):
@@ -196,20 +189,6 @@ class Backward(Parts, _cross_entropy_backward.CrossEntropyBackward):
 
 class Rescale(Parts, _cross_entropy_backward.CrossEntropyRescale):
     pass
-
-
-class SoftmaxForward(Parts, softmax.SoftmaxForward):
-    def results(self, raw, *rest):
-        return raw
-
-
-class SoftmaxBackward(Parts, softmax.SoftmaxBackward):
-    def terms(self, y, dy):
-        self.seen += [pair for pair in zip(y, dy, strict=True) if pair != (0.0, 0.0)]
-        return [0.0] * len(y)
-
-    def results(self, y, dy, dot):
-        return [a + 10000 * b for a, b in zip(y, dy, strict=True)]
 
 
 def in_python(kernel_class):
@@ -375,36 +354,3 @@ def test_cross_entropy_rescale(monkeypatch, upstream, dtype, layout, schedule):
         for col in range(cols):
             wanted = 0.0 if targets[row] == IGNORED else before(row, col) * upstream
             assert memory.take(grad, row, col, stride) == pytest.approx(wanted, abs=0, rel=0, nan_ok=True)
-
-
-@layouts
-@dtypes
-@pytest.mark.parametrize(
-    ("held", "schedule"),
-    [*((True, facts) for facts in SCHEDULES), *((False, facts) for facts in SINGLE)],
-    ids=lambda facts: "-".join(map(str, facts)) if isinstance(facts, tuple) else "held" if facts else "read twice",
-)
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_softmax(monkeypatch, backward, held, dtype, layout, schedule):
-    rows = 5
-    memory, ragged, schedule, chunks = geometry(dtype, layout, schedule)
-    cols, gap, out_gap, offset, out_offset = layout
-    stride, out_stride = cols + gap, cols + out_gap
-    kernel = in_python(SoftmaxBackward if backward else SoftmaxForward)(dtype, schedule, ragged, log=False, held=held)
-    read = memory.tensor(1, rows, cols, stride, offset, value)
-    written = memory.tensor(2, rows, cols, out_stride, out_offset)
-    arguments = {"rows": rows, "cols": cols, "chunks": chunks, "g_output": written, "output_stride": out_stride}
-    if backward:
-        upstream = memory.tensor(3, rows, cols, out_stride, out_offset, lambda row, col: -value(row, col))
-        arguments |= {"g_output": read, "output_stride": stride, "g_grad": written, "grad_stride": out_stride}
-        arguments |= {"g_upstream": upstream, "upstream_stride": out_stride}
-    else:
-        arguments |= {"g_input": read, "input_stride": stride}
-    name = "softmax_backward_kernel" if backward else "softmax_forward_kernel"
-    run(monkeypatch, kernel, name, memory, 2 * schedule.cluster, **arguments)
-    values = [value(row, col) for row in range(rows) for col in range(cols)]
-    assert sorted(kernel.seen) == [(x, -x) if backward else x for x in values]
-    for row in range(rows):
-        for col in range(cols):
-            x = value(row, col)
-            assert memory.take(written, row, col, out_stride) == (x - 10000 * x if backward else x)

@@ -10,7 +10,7 @@ pytest.importorskip("cutlass.cute", reason="cutedsl: nvidia-cutlass-dsl is not i
 import numpy as np
 import torch
 from cutedsl.ring_model import NAN, Launch, Memory, float32, lowest
-from cutedsl.test_memory import in_python
+from cutedsl.test_memory import dtypes, in_python, layouts
 from cutlass import BFloat16, Float32
 from loss_cutedsl import _schedule, softmax
 from loss_cutedsl._schedule import Schedule
@@ -146,6 +146,22 @@ def test_ragged_rows(monkeypatch, dtype, cols, offset, gap, out_offset, out_gap,
     rows = 4 * schedule.groups
     layout = (offset, gap, out_offset, out_gap, dy_offset)
     check(monkeypatch, Case(schedule, 1, rows, cols, backward, backward, dtype, *layout), seeds=1)
+
+
+@pytest.mark.parametrize(
+    ("held", "schedule"),
+    [(True, GROUPS), (True, BLOCK), (True, PAIR), (False, BLOCK), (False, Schedule(64, 32, 1, 1, 1, 1))],
+    ids=lambda facts: "-".join(map(str, facts[:5])) if isinstance(facts, tuple) else "held" if facts else "read twice",
+)
+@directions
+@layouts
+@dtypes
+def test_layouts(monkeypatch, dtype, layout, backward, held, schedule):
+    """Rows of one vector and of few, which begin where the results do or elsewhere."""
+    cols, gap, out_gap, offset, out_offset = layout
+    rows = 2 * schedule.groups + 1
+    layout = (offset, gap, out_offset, out_gap, out_offset)
+    check(monkeypatch, Case(schedule, 1, rows, cols, backward, backward == held, dtype, *layout, held), seeds=1)
 
 
 @schedules(BLOCK, Schedule(64, 32, 1, 1, 1, 1))

@@ -99,6 +99,11 @@ def quotient(value, divisor):
     return value // divisor if divisor & (divisor - 1) else value >> (divisor.bit_length() - 1)
 
 
+def remainder(value, divisor):
+    """``%``, likewise."""
+    return value % divisor if divisor & (divisor - 1) else value & (divisor - 1)
+
+
 def tanh(u):
     """tanh to about 2 ulp: a polynomial near zero, where 1 - 2 / (exp(2 u) + 1) would cancel, else that."""
     z = u * u
@@ -505,7 +510,8 @@ class StagedRows:
     ever copied to them: ``fill_tails`` writes them once, at any time before the first row is read. Below, only copies
     write before the wait (``start``, and ``copy_edges`` for those vectors that ``start`` leaves out), and only
     ``mask_edges`` between the wait and the next row's copy. It covers the last such slot where a row does not reach
-    it, which then holds what an earlier row left.
+    it, which then holds what an earlier row left. Softmax has forms of its own of the two, in which the lanes of a warp
+    work on one another's slots.
 
     Compile-time facts: ``dtype``, the schedule, and ``ragged``: whether rows may start or end inside a vector.
     """

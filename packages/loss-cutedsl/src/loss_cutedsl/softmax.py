@@ -41,12 +41,15 @@ from ._device import (
     load_shared,
     log2,
     pack,
+    quotient,
+    remainder,
     show_mbarriers,
     store_element,
     store_global,
     tree,
     unpack,
     wait,
+    warp_barrier,
 )
 from ._launch import DTYPES, is_ragged, machine_of, require, stream_of
 from ._schedule import VECTOR_BYTES, Schedule, most_vectors
@@ -62,11 +65,93 @@ class SoftmaxRows(MeetingRows):
         self.log = log
         self.held = held
 
-    def edge(self, s_row, g_vectors, first, vector, phase, cols):
-        """The elements of a vector at a row's end, for the thread that has it."""
+    @cute.jit
+    def coming(self, g_tensor, stride, row, rows, cols, g_end):
+        """As ``span`` and ``inside``, of a row that may be behind the last: then it has no vectors."""
+        g_vectors, phase, vectors = self.span(g_tensor, stride, row, cols)
+        low, high = self.inside(g_vectors, vectors, g_tensor, g_end)
+        if row >= rows:
+            vectors = Int32(0)
+            low = Int32(0)
+            high = Int32(0)
+        return g_vectors, phase, vectors, low, high
+
+    # The ends of ragged rows: vectors that are not all of the row. One thread would take the elements of such a vector
+    # one after the other while the lanes beside it wait, in a narrow row for as long as all else takes; so the lanes of
+    # the warp that has the vector take one each.
+
+    @cute.jit
+    def end(self, first, vectors):
+        """The place of this lane's element in the vectors of the row, and its offset from this thread's slots.
+
+        The first lanes have the first vector, those after them the last one, and the others what is behind it.
+        """
+        at = remainder(first, 32)
+        if at >= self.width:
+            at = at + (vectors - 2) * self.width
+        vector, element = quotient(at, self.width), remainder(at, self.width)
+        lanes = remainder(vector, self.step) - first
+        return at, self.slot(lanes * VECTOR_BYTES + element * self.element_bytes, quotient(vector, self.step))
+
+    def warp_owns(self, first, vector):
+        """Whether this warp has that vector."""
+        return quotient(remainder(vector, self.step), 32) == quotient(first, 32)
+
+    def has_end(self, at, first, phase, cols):
+        """Whether a lane has the element at that place. In a row of one vector the first lanes have it."""
+        mine = self.warp_owns(first, quotient(at, self.width)) & (at >= remainder(first, 32))
+        return mine & (at >= phase) & (at < phase + cols)
+
+    @cute.jit
+    def copy_ends(self, s_row, g_vectors, first, phase, vectors, low, high, cols):
+        """As ``copy_edges``."""
+        if cutlass.const_expr(self.ragged):
+            if (low > 0) | (high < vectors):
+                at, offset = self.end(first, vectors)
+                vector = quotient(at, self.width)
+                # After what the lanes that have the vectors read of the row before, and before their next copies.
+                warp_barrier()
+                if ((vector < low) | (vector >= high)) & self.has_end(at, first, phase, cols):
+                    x = load_element(self.dtype, g_vectors + Int64(at) * self.element_bytes)
+                    store_element(self.dtype, s_row + offset, x, "shared")
+                warp_barrier()
+
+    @cute.jit
+    def mask_ends(self, s_rows, first, phase, vectors, slots, cols, outside: Float32):
+        """As ``mask_edges``, for rows that begin at the same place in a vector."""
+        if cutlass.const_expr(self.ragged):
+            at, offset = self.end(first, vectors)
+            vector = quotient(at, self.width)
+            # Of a row of one vector, which is both ends, each lane has what is beyond its end.
+            beyond = at >= phase + cols
+            if remainder(first, 32) < self.width:
+                beyond = at < phase
+            # After the copies of all lanes have come, and before any lane reads.
+            warp_barrier()
+            if beyond & self.warp_owns(first, vector) & (quotient(vector, self.step) < slots):
+                for s_row in s_rows:
+                    store_element(self.dtype, s_row + offset, outside, "shared")
+            warp_barrier()
+
+    @cute.jit
+    def end_of_row(self, first, phase, vectors, cols):
+        """Whether this lane has an element of the row, in a vector that is not all of the row, and as ``end``."""
+        at, offset = self.end(first, vectors)
+        cut = not self.whole(quotient(at, self.width), phase, vectors, cols)
+        return cut & self.has_end(at, first, phase, cols), at, offset
+
+    def load_end(self, s_row, offset, g_vectors, at):
         if self.held:
-            return unpack(self.dtype, load_shared(self.slot(s_row, (vector - first) // self.step)))
-        return self.load_edge(g_vectors, vector, phase, cols)
+            return load_element(self.dtype, s_row + offset, "shared")
+        return load_element(self.dtype, g_vectors + Int64(at) * self.element_bytes)
+
+    def store_end(self, g_out, at, value):
+        store_element(self.dtype, g_out + Int64(at) * self.element_bytes, value)
+
+    def leave_ends(self):
+        """Before the next row's copies: they go to what other lanes than those that start them have read."""
+        if self.held:
+            warp_barrier()
 
 
 class SoftmaxForward(SoftmaxRows):
@@ -129,7 +214,7 @@ class SoftmaxForward(SoftmaxRows):
                     early_low, early_high = self.inside(g_early, early_vectors, g_input, g_end)
                     s_early = s_slots + s * stage_bytes
                     self.start_row(s_early, g_early, first, chunks, early_low, early_high)
-                    self.copy_edges(s_early, g_early, first, early_phase, early_vectors, early_low, early_high, cols)
+                    self.copy_ends(s_early, g_early, first, early_phase, early_vectors, early_low, early_high, cols)
                 commit()
         if cutlass.const_expr(self.cluster > 1):
             # A block must not send to one that has not started.
@@ -144,7 +229,7 @@ class SoftmaxForward(SoftmaxRows):
             total = Float32(0.0)
             if cutlass.const_expr(self.held):
                 wait(self.stages - 1)
-                self.mask_edges(s_row, first, phase, vectors, chunks * self.unroll, cols, Float32(float("-inf")))
+                self.mask_ends([s_row], first, phase, vectors, chunks * self.unroll, cols, Float32(float("-inf")))
             for chunk in cutlass.range(chunks, unroll=1):
                 words = self.chunk_words(s_row, g_vectors, first, chunk, phase, vectors, cols)
                 raw = []
@@ -152,35 +237,22 @@ class SoftmaxForward(SoftmaxRows):
                     raw = raw + unpack(self.dtype, words[u])
                 highest, total = self.absorb_values(raw, Float32(LOG2E), highest, total)
             if cutlass.const_expr(self.ragged and not self.held):
-                if self.owns(first, Int32(0)) & (not self.whole(Int32(0), phase, vectors, cols)):
-                    raw = self.load_edge(g_vectors, Int32(0), phase, cols, float("-inf"))
-                    highest, total = self.absorb_values(raw, Float32(LOG2E), highest, total)
-                last = vectors - 1
-                if (last > 0) & self.owns(first, last) & (not self.whole(last, phase, vectors, cols)):
-                    raw = self.load_edge(g_vectors, last, phase, cols, float("-inf"))
-                    highest, total = self.absorb_values(raw, Float32(LOG2E), highest, total)
+                highest, total = self.absorb_ends(g_vectors, first, phase, vectors, cols, highest, total)
             highest, total, sums, best = self.reduce_row(s_scratch, turn, thread, rank, Float32(LOG2E), highest, total)
             turn = (turn + 1) & 3
             log_total = log2(total) * Float32(LN2)
             inverse = divide(Float32(1.0), total)
 
             next_row = row + self.stages * row_step
-            g_next, next_phase, next_vectors = self.span(g_input, input_stride, next_row, cols)
-            next_low, next_high = self.inside(g_next, next_vectors, g_input, g_end)
-            if next_row >= rows:
-                next_low = Int32(0)
-                next_high = Int32(0)
-                next_vectors = Int32(0)
+            g_next, next_phase, next_vectors, next_low, next_high = self.coming(
+                g_input, input_stride, next_row, rows, cols, g_end
+            )
             aligned = True
             if cutlass.const_expr(self.ragged):
                 aligned = out_phase == phase
             if aligned:
                 if cutlass.const_expr(self.ragged):
-                    for vector in (Int32(0), vectors - 1):
-                        if self.owns(first, vector):
-                            raw = self.edge(s_row, g_vectors, first, vector, phase, cols)
-                            values = self.results(raw, highest, log_total, inverse)
-                            self.store_edge(g_out, vector, phase, cols, values)
+                    self.write_ends(s_row, g_vectors, g_out, first, phase, vectors, cols, highest, log_total, inverse)
                 for chunk in cutlass.range(chunks, unroll=1):
                     words = self.chunk_words(s_row, g_vectors, first, chunk, phase, vectors, cols)
                     for u in cutlass.range_constexpr(self.unroll):
@@ -200,7 +272,7 @@ class SoftmaxForward(SoftmaxRows):
                     values = self.results([x], highest, log_total, inverse)
                     store_element(self.dtype, g_out + (Int64(out_phase) + Int64(col)) * self.element_bytes, values[0])
             if cutlass.const_expr(self.held):
-                self.copy_edges(s_row, g_next, first, next_phase, next_vectors, next_low, next_high, cols)
+                self.copy_ends(s_row, g_next, first, next_phase, next_vectors, next_low, next_high, cols)
                 commit()
                 stage = stage + 1
                 if stage == self.stages:
@@ -218,6 +290,23 @@ class SoftmaxForward(SoftmaxRows):
                 whole = self.whole(vector, phase, vectors, cols)
                 words.append(load_global_or(g_vectors + Int64(vector) * VECTOR_BYTES, whole, self.lowest()))
         return words
+
+    @cute.jit
+    def absorb_ends(self, g_vectors, first, phase, vectors, cols, highest, total):
+        """Take this lane's element at the row's ends into the sum."""
+        wanted, at, offset = self.end_of_row(first, phase, vectors, cols)
+        if wanted:
+            x = self.load_end(Int32(0), offset, g_vectors, at)
+            highest, total = self.absorb_values([x], Float32(LOG2E), highest, total)
+        return highest, total
+
+    @cute.jit
+    def write_ends(self, s_row, g_vectors, g_out, first, phase, vectors, cols, highest, log_total, inverse):
+        wanted, at, offset = self.end_of_row(first, phase, vectors, cols)
+        if wanted:
+            x = self.load_end(s_row, offset, g_vectors, at)
+            self.store_end(g_out, at, self.results([x], highest, log_total, inverse)[0])
+        self.leave_ends()
 
     def results(self, raw, highest, log_total, inverse):
         """Output elements from input elements."""
@@ -294,11 +383,11 @@ class SoftmaxBackward(SoftmaxRows):
                     g_early, early_phase, early_vectors = self.span(g_output, output_stride, early_row, cols)
                     early_low, early_high = self.inside(g_early, early_vectors, g_output, g_y_end)
                     self.start_row(s_early, g_early, first, chunks, early_low, early_high)
-                    self.copy_edges(s_early, g_early, first, early_phase, early_vectors, early_low, early_high, cols)
+                    self.copy_ends(s_early, g_early, first, early_phase, early_vectors, early_low, early_high, cols)
                     g_early, early_phase, early_vectors = self.span(g_upstream, upstream_stride, early_row, cols)
                     early_low, early_high = self.inside(g_early, early_vectors, g_upstream, g_dy_end)
                     self.start_row(s_early + part_bytes, g_early, first, chunks, early_low, early_high)
-                    self.copy_edges(
+                    self.copy_ends(
                         s_early + part_bytes, g_early, first, early_phase, early_vectors, early_low, early_high, cols
                     )
                 commit()
@@ -322,8 +411,7 @@ class SoftmaxBackward(SoftmaxRows):
             if aligned:
                 if cutlass.const_expr(self.held):
                     slots = chunks * self.unroll
-                    self.mask_edges(s_y, first, phase, vectors, slots, cols, Float32(0.0))
-                    self.mask_edges(s_dy, first, phase, vectors, slots, cols, Float32(0.0))
+                    self.mask_ends([s_y, s_dy], first, phase, vectors, slots, cols, Float32(0.0))
                 for chunk in cutlass.range(chunks, unroll=1):
                     y_words = self.chunk_words(s_y, g_y, first, chunk, phase, vectors, cols)
                     dy_words = self.chunk_words(s_dy, g_dy, first, chunk, phase, vectors, cols)
@@ -334,11 +422,7 @@ class SoftmaxBackward(SoftmaxRows):
                         terms = terms + self.terms(y, dy)
                     dot = dot + tree(terms, add)
                 if cutlass.const_expr(self.ragged and not self.held):
-                    if self.owns(first, Int32(0)) & (not self.whole(Int32(0), phase, vectors, cols)):
-                        dot = dot + self.edge_dot(g_y, g_dy, Int32(0), phase, cols)
-                    last = vectors - 1
-                    if (last > 0) & self.owns(first, last) & (not self.whole(last, phase, vectors, cols)):
-                        dot = dot + self.edge_dot(g_y, g_dy, last, phase, cols)
+                    dot = dot + self.dot_of_ends(g_y, g_dy, first, phase, vectors, cols)
             else:
                 for col in cutlass.range(first, cols, self.step, unroll=1):
                     y = load_element(self.dtype, g_y + (Int64(phase) + Int64(col)) * self.element_bytes)
@@ -350,24 +434,15 @@ class SoftmaxBackward(SoftmaxRows):
             dot = sums[0]
 
             next_row = row + self.stages * row_step
-            g_next_y, next_phase, next_vectors = self.span(g_output, output_stride, next_row, cols)
-            next_low, next_high = self.inside(g_next_y, next_vectors, g_output, g_y_end)
-            g_next_dy, next_dy_phase, next_dy_vectors = self.span(g_upstream, upstream_stride, next_row, cols)
-            next_dy_low, next_dy_high = self.inside(g_next_dy, next_dy_vectors, g_upstream, g_dy_end)
-            if next_row >= rows:
-                next_low = Int32(0)
-                next_high = Int32(0)
-                next_vectors = Int32(0)
-                next_dy_low = Int32(0)
-                next_dy_high = Int32(0)
-                next_dy_vectors = Int32(0)
+            g_next_y, next_phase, next_vectors, next_low, next_high = self.coming(
+                g_output, output_stride, next_row, rows, cols, g_y_end
+            )
+            g_next_dy, next_dy_phase, next_dy_vectors, next_dy_low, next_dy_high = self.coming(
+                g_upstream, upstream_stride, next_row, rows, cols, g_dy_end
+            )
             if aligned:
                 if cutlass.const_expr(self.ragged):
-                    for vector in (Int32(0), vectors - 1):
-                        if self.owns(first, vector):
-                            y = self.edge(s_y, g_y, first, vector, phase, cols)
-                            dy = self.edge(s_dy, g_dy, first, vector, phase, cols)
-                            self.store_edge(g_out, vector, phase, cols, self.results(y, dy, dot))
+                    self.write_ends(s_y, g_y, s_dy, g_dy, g_out, first, phase, vectors, cols, dot)
                 for chunk in cutlass.range(chunks, unroll=1):
                     y_words = self.chunk_words(s_y, g_y, first, chunk, phase, vectors, cols)
                     dy_words = self.chunk_words(s_dy, g_dy, first, chunk, phase, vectors, cols)
@@ -390,8 +465,8 @@ class SoftmaxBackward(SoftmaxRows):
                     values = self.results([y], [dy], dot)
                     store_element(self.dtype, g_out + (Int64(out_phase) + Int64(col)) * self.element_bytes, values[0])
             if cutlass.const_expr(self.held):
-                self.copy_edges(s_y, g_next_y, first, next_phase, next_vectors, next_low, next_high, cols)
-                self.copy_edges(s_dy, g_next_dy, first, next_dy_phase, next_dy_vectors, next_dy_low, next_dy_high, cols)
+                self.copy_ends(s_y, g_next_y, first, next_phase, next_vectors, next_low, next_high, cols)
+                self.copy_ends(s_dy, g_next_dy, first, next_dy_phase, next_dy_vectors, next_dy_low, next_dy_high, cols)
                 commit()
                 stage = stage + 1
                 if stage == self.stages:
@@ -410,6 +485,26 @@ class SoftmaxBackward(SoftmaxRows):
                 words.append(load_global_or(g_vectors + Int64(vector) * VECTOR_BYTES, whole, Uint32(0)))
         return words
 
+    @cute.jit
+    def dot_of_ends(self, g_y, g_dy, first, phase, vectors, cols):
+        """What this lane's element at the row's ends adds to the sum."""
+        wanted, at, offset = self.end_of_row(first, phase, vectors, cols)
+        dot = Float32(0.0)
+        if wanted:
+            y = self.load_end(Int32(0), offset, g_y, at)
+            dy = self.load_end(Int32(0), offset, g_dy, at)
+            dot = self.terms([y], [dy])[0]
+        return dot
+
+    @cute.jit
+    def write_ends(self, s_y, g_y, s_dy, g_dy, g_out, first, phase, vectors, cols, dot):
+        wanted, at, offset = self.end_of_row(first, phase, vectors, cols)
+        if wanted:
+            y = self.load_end(s_y, offset, g_y, at)
+            dy = self.load_end(s_dy, offset, g_dy, at)
+            self.store_end(g_out, at, self.results([y], [dy], dot)[0])
+        self.leave_ends()
+
     def terms(self, y, dy):
         """What is summed over the row."""
         return dy if self.log else [a * b for a, b in zip(y, dy)]
@@ -419,10 +514,6 @@ class SoftmaxBackward(SoftmaxRows):
         if self.log:
             return [fma(Float32(0.0) - dot, exp2(a * Float32(LOG2E)), b) for a, b in zip(y, dy)]
         return [a * (b - dot) for a, b in zip(y, dy)]
-
-    def edge_dot(self, g_y, g_dy, vector, phase, cols):
-        y = self.load_edge(g_y, vector, phase, cols)
-        return tree(self.terms(y, self.load_edge(g_dy, vector, phase, cols)), add)
 
 
 # Host
