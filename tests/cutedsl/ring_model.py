@@ -13,10 +13,20 @@ from random import Random
 from types import SimpleNamespace
 
 import numpy as np
-from loss_cutedsl import _cross_entropy_ring, _cross_entropy_rows, _cross_entropy_total, _device, _ring, softmax
+from loss_cutedsl import (
+    _cross_entropy_forward,
+    _cross_entropy_ring,
+    _cross_entropy_rows,
+    _cross_entropy_total,
+    _device,
+    _ring,
+    softmax,
+)
 from loss_cutedsl._schedule import VECTOR_BYTES
 
-MODULES = (_device, _ring, _cross_entropy_rows, _cross_entropy_total, _cross_entropy_ring, softmax)
+MODULES = (
+    _device, _ring, _cross_entropy_rows, _cross_entropy_total, _cross_entropy_ring, _cross_entropy_forward, softmax,
+)  # fmt: skip
 float32 = np.float32
 NAN = float32(np.nan)
 SHARED_BEGIN = 1024
@@ -649,6 +659,16 @@ class Launch:
 
         return self.atomic(address, change)
 
+    def store_floats(self, address, values, wanted=True):
+        """What a block leaves for another, which overwrites it."""
+        if wanted:
+            assert address % VECTOR_BYTES == 0
+            for i, value in enumerate(values):
+                assert address + 4 * i in self.memory.writable
+                self.order.writes(self.me, address + 4 * i)
+                self.memory.cells[address + 4 * i] = value
+        self.turns.pause()
+
     def store_word(self, address, word):
         self.write(address, 4, word)
         self.versions[address] = self.versions.get(address, 0) + 1
@@ -704,7 +724,7 @@ def statements(code):
 
 
 ARITHMETIC = {
-    "Float32": float32, "Int32": int, "Int64": int,
+    "Float32": float32, "Int32": int, "Int64": int, "Boolean": bool,
     "cutlass": SimpleNamespace(
         const_expr=bool, range_constexpr=range, range=lambda *bounds, unroll: range(*map(int, bounds))
     ),

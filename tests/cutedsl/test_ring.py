@@ -33,6 +33,16 @@ class Kernel(_cross_entropy_ring.CrossEntropyRing):
     lowest = lowest
 
 
+class Late(Kernel):
+    def announce(self, facts, it, count):
+        """Before what has been counted is there."""
+        if facts.first == 0:
+            ring = _cross_entropy_ring
+            done_before = ring.exchange_add(it.g_workspace + ring.WORKSPACE_DONE * 4, 1)
+            ring.store_shared_word(facts.s_scratch + self.notes + ring.NOTE_DONE, done_before)
+            ring.add_64(it.g_workspace + ring.WORKSPACE_COUNT * 4, count)
+
+
 class Case(NamedTuple):
     """A launch. ``gap``, ``grad_gap``: elements between rows; ``offset``: of the first row, in a vector."""
 
@@ -78,7 +88,7 @@ class Case(NamedTuple):
         return x
 
 
-def launch(monkeypatch, case, seed, resident, workspace):
+def launch(monkeypatch, case, seed, resident, workspace, kernel_class=Kernel):
     """Loss, denominator, lse and gradient, as the kernel leaves them, and the workspace."""
     size = case.dtype.width // 8
     width = 16 // size
@@ -108,7 +118,7 @@ def launch(monkeypatch, case, seed, resident, workspace):
     if scalar:
         arguments["g_denominator"] = vector(DENOMINATOR, 4, [None])
         arguments["g_row_loss"] = vector(ROW_LOSS, 4, [NAN] * (-(-case.rows // 4) * 4))
-    kernel = in_python(Kernel)(
+    kernel = in_python(kernel_class)(
         case.dtype, ring, ragged, target_bits=case.target_bits, gradient=case.gradient, scalar=scalar
     )
     word_bytes = kernel.groups * (kernel.scratch_bytes + kernel.control_bytes)
@@ -226,7 +236,28 @@ def test_slices(monkeypatch):
     """More than there are blocks, or each with more rows than threads that count."""
     check(monkeypatch, Case(RINGS[1], 1, 35, 4, True, "byte_mean, 8", ignored="all but last"), seeds=1)
     check(monkeypatch, Case(RINGS[4], 4, 6, 4, True, slices=9), seeds=2)
-    check(monkeypatch, Case(RINGS[0], 2, 34, 4, False, slices=2, ignored="all but first"), seeds=2)
+    check(monkeypatch, Case(RINGS[0], 2, 34, 4, True, slices=2, ignored="all but first"), seeds=2)
+
+
+@pytest.mark.parametrize("ignored", ["all", "first", "every third"])
+@pytest.mark.parametrize("reduction", ["mean", "byte_mean, 4", "byte_mean, 8"])
+@pytest.mark.parametrize(("grid", "rows"), [(4, 2), (2, 9)])
+@pytest.mark.parametrize("ring", [RINGS[2], RINGS[4]], ids=["groups", "cluster"])
+def test_teams_count_their_own_rows(monkeypatch, ring, grid, rows, reduction, ignored):
+    """Fewer than there are teams, or several each."""
+    check(monkeypatch, Case(ring, grid, rows, 8, False, reduction, ignored=ignored), seeds=2)
+
+
+def test_more_rows_than_are_added_at_a_time(monkeypatch):
+    monkeypatch.setattr(_cross_entropy_ring, "ROWS_UNROLL", 1)
+    check(monkeypatch, Case(RINGS[2], 2, 270, 4, False, "byte_mean, 8"), seeds=1)
+
+
+def test_counts_that_come_after_the_announcement_are_found_out(monkeypatch):
+    for seed in range(3):
+        workspace = [0] * (2 * _workspace.RING_WORKSPACE_WORDS)
+        with pytest.raises(AssertionError, match="in no order"):
+            launch(monkeypatch, Case(RINGS[1], 2, 5, 24, False), seed, 2, workspace, Late)
 
 
 @pytest.mark.parametrize("ring", [RINGS[1], RINGS[3]], ids=["block", "cluster"])

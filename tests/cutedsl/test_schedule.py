@@ -151,7 +151,8 @@ def test_workspace_has_room_for_the_counters_and_for_every_sum_of_every_block(bl
     assert len(counters) == 2
     assert min(counters) >= space.MOST_SLICES
     assert max(counters) < space.WORKSPACE_SUMS
-    assert 2 * space.workspace_words(blocks) >= space.WORKSPACE_SUMS + space.MOST_SUMS * blocks
+    assert 2 * space.workspace_words(blocks) >= space.WORKSPACE_SUMS + space.SUMS_WORDS * blocks
+    assert space.WORKSPACE_SUMS % space.SUMS_WORDS == 0
     notes = {forward.NOTE_COUNTED, forward.NOTE_DENOMINATOR, total.NOTE_DONE}
     assert len(notes) == 3
     assert max(notes) + 4 <= _schedule.NOTE_BYTES

@@ -29,6 +29,7 @@ from ._device import (
     load_acquire,
     load_element,
     load_float_below,
+    load_floats,
     load_integer,
     load_relaxed_below,
     load_shared,
@@ -40,6 +41,7 @@ from ._device import (
     store_byte,
     store_element,
     store_float,
+    store_floats,
     store_global,
     store_int64,
     store_shared,
@@ -54,6 +56,7 @@ from ._device import (
 from ._schedule import VECTOR_BYTES, Schedule
 from ._workspace import (
     MOST_SLICES,
+    SUMS_WORDS,
     WORKSPACE_DONE,
     WORKSPACE_SLICES_DONE,
     WORKSPACE_SUMS,
@@ -65,7 +68,8 @@ COUNT_UNROLL = 4
 # How often a block looks for slices that others count before it counts them itself. A look takes about a microsecond.
 LOOKS = 32
 
-SUMS_UNROLL = 8
+# Blocks whose sums a thread adds at a time at the end, where each step costs a latency: as many as 64 registers hold.
+SUMS_UNROLL = 11
 
 # The notes: whether all slices had been counted, and what they add up to.
 NOTE_COUNTED = 0
@@ -780,21 +784,16 @@ class CrossEntropyForward(CrossEntropyTotal):
 
     # The sum over all rows
 
-    def sums_address(self, it, number):
-        """Where the blocks' sums of that number are: losses, shares of the denominator, z-loss parts."""
-        blocks = cute.arch.grid_dim()[0] // self.cluster
-        return it.g_workspace + (Int64(blocks) * number + WORKSPACE_SUMS) * 4
+    def sums_address(self, it, block):
+        """Where a block's sums are: losses, shares of the denominator, z-loss parts."""
+        return it.g_workspace + (Int64(block) * SUMS_WORDS + WORKSPACE_SUMS) * 4
 
     @cute.jit
     def announce(self, facts: RowFacts, it: Operands, loss_sum, z_sum, count):
         """Store the block's sums, and note how many blocks had done so before."""
         if (cute.arch.thread_idx()[0] == 0) & (facts.rank == 0):
-            here = Int64(cute.arch.block_idx()[0] // self.cluster) * 4
-            store_float(self.sums_address(it, 0) + here, loss_sum)
-            if cutlass.const_expr(not self.gradient):
-                store_float(self.sums_address(it, 1) + here, count)
-            if cutlass.const_expr(self.stats):
-                store_float(self.sums_address(it, 2) + here, z_sum)
+            block = cute.arch.block_idx()[0] // self.cluster
+            store_floats(self.sums_address(it, block), [loss_sum, count, z_sum, Float32(0.0)])
             done_before = exchange_add(it.g_workspace + WORKSPACE_DONE * 4, Int32(1))
             store_shared_word(facts.s_scratch + self.notes + NOTE_DONE, done_before)
 
@@ -823,9 +822,8 @@ class CrossEntropyForward(CrossEntropyTotal):
         if facts.rank == 0:
             barrier()
             if load_shared_word(facts.s_scratch + self.notes + NOTE_DONE) == blocks - 1:
-                loss = self.take_sums(facts, self.sums_address(it, 0), blocks, thread)
+                loss, count, z_part = self.take_sums(facts, it, blocks, thread)
                 if cutlass.const_expr(not self.gradient):
-                    count = self.take_sums(facts, self.sums_address(it, 1), blocks, thread)
                     if self.counted(it):
                         denominator = count
                     denominator = self.or_given(it, denominator)
@@ -836,25 +834,32 @@ class CrossEntropyForward(CrossEntropyTotal):
                     store_float(it.g_loss, divide(loss, denominator))
                     if it.g_denominator != 0:
                         store_float(it.g_denominator, denominator)
-                if cutlass.const_expr(self.stats):
-                    z_part = self.take_sums(facts, self.sums_address(it, 2), blocks, thread)
-                    if thread == 0:
+                    if cutlass.const_expr(self.stats):
                         store_float(it.g_z_loss, divide(z_part, denominator))
 
     @cute.jit
-    def take_sums(self, facts: RowFacts, g_sums, blocks, thread):
-        """The sum of the blocks' sums, the same for all threads; sets them to 0."""
-        value = Float32(0.0)
+    def take_sums(self, facts: RowFacts, it: Operands, blocks, thread):
+        """The sums of the blocks' sums, the same for all threads; sets those to 0."""
+        loss = Float32(0.0)
+        count = Float32(0.0)
+        z_part = Float32(0.0)
         for start in cutlass.range(thread, blocks, self.threads * SUMS_UNROLL, unroll=1):
             sums = []
             for u in cutlass.range_constexpr(SUMS_UNROLL):
-                number = start + u * self.threads
-                sums.append(load_relaxed_below(g_sums + Int64(number) * 4, number, blocks))
+                block = start + u * self.threads
+                sums.append(load_floats(self.sums_address(it, block), block < blocks))
             for u in cutlass.range_constexpr(SUMS_UNROLL):
-                number = start + u * self.threads
-                store_word(g_sums + Int64(number) * 4, Int32(0), number < blocks)
-            value = value + tree(sums, add)
-        return self.sum_block(facts.s_scratch, thread, self.threads, value)
+                block = start + u * self.threads
+                store_floats(self.sums_address(it, block), [Float32(0.0)] * SUMS_WORDS, block < blocks)
+            loss = loss + tree([of_block[0] for of_block in sums], add)
+            count = count + tree([of_block[1] for of_block in sums], add)
+            z_part = z_part + tree([of_block[2] for of_block in sums], add)
+        loss = self.sum_block(facts.s_scratch, thread, self.threads, loss)
+        if cutlass.const_expr(not self.gradient):
+            count = self.sum_block(facts.s_scratch, thread, self.threads, count)
+        if cutlass.const_expr(self.stats):
+            z_part = self.sum_block(facts.s_scratch, thread, self.threads, z_part)
+        return loss, count, z_part
 
 
 def forward_arguments():

@@ -85,6 +85,9 @@ class CrossEntropyRing(RingRows, CrossEntropyTotal):
         self.target_bits = target_bits
         self.gradient = gradient
         self.scalar = scalar
+        # The gradient needs the denominator early: then slices of the targets are counted. Else each team counts its
+        # own rows.
+        self.counts = scalar and not gradient
 
     @cute.jit
     def __call__(
@@ -229,10 +232,11 @@ class CrossEntropyRing(RingRows, CrossEntropyTotal):
     def take_rows(self, facts: RowFacts, it: Operands, s_control, s_ring, first_row):
         """Sum each row as it comes, write its gradient, and leave the end to the team that is done last."""
         target = self.load_target(it.g_target, first_row, first_row < it.rows, it.ignore_index)
-        if cutlass.const_expr(self.scalar):
+        if cutlass.const_expr(self.scalar and self.gradient):
             self.count_slices(facts, it)
+        count = Int64(0)
         if first_row >= it.rows:
-            self.announce(facts, it)
+            self.announce(facts, it, count)
         row = first_row
         place = Int32(0)
         parity = Int32(0)
@@ -240,21 +244,28 @@ class CrossEntropyRing(RingRows, CrossEntropyTotal):
         while row < it.rows:
             coming = Int32(0)
             if (target != it.ignore_index) | (row == first_row):
-                place, parity, turn, coming = self.take_row(
-                    facts, it, s_control, s_ring, row, row == first_row, target, place, parity, turn
+                place, parity, turn, coming, target, count = self.take_row(
+                    facts, it, s_control, s_ring, row, row == first_row, target, place, parity, turn, count
                 )
             else:
-                place, parity, turn, coming = self.pass_row(facts, it, s_control, row, place, parity, turn)
-            target = self.load_target(it.g_target, coming, coming < it.rows, it.ignore_index)
+                place, parity, turn, coming = self.pass_row(facts, it, s_control, row, place, parity, turn, count)
+                target = self.coming_target(it, coming)
             row = coming
         self.finish_sum(facts, it)
 
+    def coming_target(self, it, coming):
+        return self.load_target(it.g_target, coming, coming < it.rows, it.ignore_index)
+
     @cute.jit
-    def take_row(self, facts, it, s_control, s_ring, row, is_first, target, place, parity, turn):
+    def take_row(self, facts, it, s_control, s_ring, row, is_first, target, place, parity, turn, count):
         g_vectors, phase, vectors = self.span(it.g_logits, it.logits_stride, row, facts.cols)
         live = Int32(target != it.ignore_index)
         y = self.column(facts, target)
         x_y = self.target_logit(g_vectors, phase, y, facts.cols)
+        share = Int64(0)
+        if cutlass.const_expr(self.counts):
+            if (live != 0) & (facts.first == 0):
+                share = self.whole_share(it, row)
         held = []
         if cutlass.const_expr(self.gradient):
             highest, total, coming, place, parity, held = self.hold_row(
@@ -264,6 +275,8 @@ class CrossEntropyRing(RingRows, CrossEntropyTotal):
             highest, total, coming, place, parity = self.stream_row(
                 facts, it, s_control, s_ring, g_vectors, phase, vectors, place, parity
             )
+            # On its way while the row is reduced.
+            coming_target = self.coming_target(it, coming)
         if cutlass.const_expr(self.gradient):
             # Before the exchange: after it all have the note, and a cluster may be done with the workspace.
             if is_first:
@@ -277,7 +290,8 @@ class CrossEntropyRing(RingRows, CrossEntropyTotal):
         if live == 0:
             loss = Float32(0.0)
             lse = Float32(0.0)
-        self.keep(facts, it, row, coming, loss, lse)
+        count = count + share
+        self.keep(facts, it, row, coming, loss, lse, count)
         if cutlass.const_expr(self.gradient):
             g_out, out_phase, out_vectors = self.span(it.g_grad, it.grad_stride, row, facts.cols)
             if live != 0:
@@ -285,17 +299,18 @@ class CrossEntropyRing(RingRows, CrossEntropyTotal):
                 self.write_held(facts, held, g_out, phase, vectors, y, x_y, highest, divide(pull * scale, total), scale)
             else:
                 self.write_zeros(g_out, phase, vectors, facts.first, facts.chunks, facts.cols)
-        return place, parity, (turn + 1) & 3, coming
+            coming_target = self.coming_target(it, coming)
+        return place, parity, (turn + 1) & 3, coming, coming_target, count
 
     @cute.jit
     def note_factor(self, facts, it):
         """The factor of the gradient, for the group."""
         if facts.thread == 0:
-            factor = divide(it.logit_scale, self.denominator(facts, it))
+            factor = divide(it.logit_scale, self.denominator(it))
             store_element(Float32, facts.s_scratch + self.notes + NOTE_FACTOR, factor, "shared")
 
     @cute.jit
-    def pass_row(self, facts, it, s_control, row, place, parity, turn):
+    def pass_row(self, facts, it, s_control, row, place, parity, turn, count):
         """An ignored row: its only chunk says which row is next."""
         wait_for(s_control + self.full + place * 8, parity)
         coming = load_shared_word(s_control + self.coming + place * 4)
@@ -305,14 +320,14 @@ class CrossEntropyRing(RingRows, CrossEntropyTotal):
             # Neither block may be more than a row ahead of the other, or numbers that were sent could be overwritten.
             self.exchange(facts.s_scratch, turn, facts.thread, facts.rank, [Float32(0.0), Float32(0.0)])
             turn = (turn + 1) & 3
-        self.keep(facts, it, row, coming, Float32(0.0), Float32(0.0))
+        self.keep(facts, it, row, coming, Float32(0.0), Float32(0.0), count)
         if cutlass.const_expr(self.gradient):
             g_out, phase, vectors = self.span(it.g_grad, it.grad_stride, row, facts.cols)
             self.write_zeros(g_out, phase, vectors, facts.first, facts.chunks, facts.cols)
         return place, parity, turn, coming
 
     @cute.jit
-    def keep(self, facts, it, row, coming, loss, lse):
+    def keep(self, facts, it, row, coming, loss, lse, count):
         """Store what is known of a row; before its gradient, since to announce waits for what the thread has stored."""
         if facts.first == 0:
             store_float(it.g_lse + Int64(row) * 4, lse)
@@ -321,7 +336,7 @@ class CrossEntropyRing(RingRows, CrossEntropyTotal):
             else:
                 store_float(it.g_loss + Int64(row) * 4, loss)
         if coming >= it.rows:
-            self.announce(facts, it)
+            self.announce(facts, it, count)
 
     @cute.jit
     def hold_row(self, facts, it, s_control, s_ring, g_vectors, phase, vectors, place, parity):
@@ -431,22 +446,33 @@ class CrossEntropyRing(RingRows, CrossEntropyTotal):
         return value
 
     @cute.jit
-    def denominator(self, facts: RowFacts, it: Operands):
+    def denominator(self, it: Operands):
         """What the sum is divided by, once all slices have been counted; for one thread."""
-        value = Float32(1.0)
+        word = Int64(0)
         if self.counted(it):
             word = load_relaxed_64(it.g_workspace + WORKSPACE_COUNT * 4)
             while (word >> SLICES_SHIFT) < Int64(it.slices):
                 word = load_relaxed_64(it.g_workspace + WORKSPACE_COUNT * 4)
-            value = float_of(word - (Int64(it.slices) << SLICES_SHIFT))
+        return self.denominator_of(it, word)
+
+    @cute.jit
+    def denominator_of(self, it: Operands, word):
+        """What the sum is divided by, from the word of what has been counted, of which nothing is missing."""
+        value = Float32(1.0)
+        if self.counted(it):
+            if cutlass.const_expr(self.gradient):
+                word = word - (Int64(it.slices) << SLICES_SHIFT)
+            value = float_of(word)
         return self.or_given(it, value)
 
     # The sum over all rows
 
     @cute.jit
-    def announce(self, facts: RowFacts, it: Operands):
-        """Note how many teams were done before."""
+    def announce(self, facts: RowFacts, it: Operands, count):
+        """Note how many teams were done before; ahead of it what the team has counted, for the one that is last."""
         if facts.first == 0:
+            if cutlass.const_expr(self.counts):
+                add_64(it.g_workspace + WORKSPACE_COUNT * 4, count)
             done_before = exchange_add(it.g_workspace + WORKSPACE_DONE * 4, Int32(1))
             store_shared_word(facts.s_scratch + self.notes + NOTE_DONE, done_before)
 
@@ -457,12 +483,12 @@ class CrossEntropyRing(RingRows, CrossEntropyTotal):
             self.meet()
             if load_shared_word(facts.s_scratch + self.notes + NOTE_DONE) == self.teams() - 1:
                 if cutlass.const_expr(self.scalar):
-                    denominator = Float32(1.0)
-                    if facts.thread == 0:
-                        denominator = self.denominator(facts, it)
-                    # The group meets here: nobody resets the workspace before the denominator has been read.
+                    # Of all teams, for they have announced. Used after the losses, so that one latency does for both.
+                    word = load_relaxed_64(it.g_workspace + WORKSPACE_COUNT * 4)
+                    # The group meets here: nobody resets the workspace before the word has been read.
                     loss = self.sum_rows(facts, it)
                     if facts.thread == 0:
+                        denominator = self.denominator_of(it, word)
                         store_float(it.g_loss, divide(loss, denominator))
                         if it.g_denominator != 0:
                             store_float(it.g_denominator, denominator)

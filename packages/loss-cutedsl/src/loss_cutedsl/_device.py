@@ -263,6 +263,10 @@ def store_float(g_address, value):
     ptx("st.global.f32 [{$r0}], {$r1};", None, [g_address, value])
 
 
+def store_floats(g_address, values, predicate=None):
+    ptx("st.global.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };", None, [g_address, *values], predicate)
+
+
 def load_integer(bits, g_address):
     """A signed integer of 32 or 64 bits, as Int64."""
     if bits == 64:

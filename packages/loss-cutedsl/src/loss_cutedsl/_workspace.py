@@ -12,19 +12,19 @@ WORKSPACE_SLICES_DONE = MOST_SLICES
 WORKSPACE_DONE = 33
 
 # Of rings: the counters that slices of the targets and rows are drawn from, and between them a word of 64 bits for what
-# has been counted.
+# has been counted, by slices or by teams.
 WORKSPACE_SLICES_DRAWN = 40
 WORKSPACE_COUNT = 48
 WORKSPACE_DRAWN = 56
 
-# From here on, of rows in shared memory: what the blocks add up, up to so many sums each.
+# From here on, of rows in shared memory: what the blocks add up, a vector each.
 WORKSPACE_SUMS = 64
-MOST_SUMS = 3
+SUMS_WORDS = 4
 
 
 def workspace_words(blocks: int) -> int:
     """64-bit words, where so many blocks add up (a cluster counts as one)."""
-    return (WORKSPACE_SUMS + MOST_SUMS * blocks + 1) // 2
+    return (WORKSPACE_SUMS + SUMS_WORDS * blocks) // 2
 
 
 RING_WORKSPACE_WORDS = workspace_words(0)
