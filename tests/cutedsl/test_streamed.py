@@ -23,7 +23,7 @@ from cutedsl.test_ring import (
     TARGET,
     WORKSPACE,
     byte_counts,
-)  # fmt: skip
+)
 from cutlass import BFloat16, Float32
 from loss_cutedsl import _cross_entropy_forward, _schedule, _workspace
 from loss_cutedsl._cross_entropy_rows import ENTRY_WORDS

@@ -323,10 +323,14 @@ def exchange_add(g_address, value):
 
 
 def draw(g_counter, wanted):
-    """Count up by one where wanted; the counter's value before, or 0."""
+    """Count up by one where wanted; the counter's value before, or 0.
+
+    By an increment, whose bound is never reached: additions the compiler joins to one for a warp, whose result it then
+    waits for at once.
+    """
     return ptx(
         "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; mov.b32 {$w0}, 0;"
-        " @p atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1; }",
+        " @p atom.relaxed.gpu.global.inc.u32 {$w0}, [{$r0}], 0x7fffffff; }",
         [Int32],
         [g_counter, Int32(wanted)],
     )

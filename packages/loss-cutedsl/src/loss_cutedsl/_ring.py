@@ -155,18 +155,19 @@ class RingRows(MeetingRows):
         """
         place, parity, sent_place, sent_parity = at
         drawn = draw(it.g_workspace + WORKSPACE_DRAWN * 4, facts.rank == 0)
-        coming = Int32(0)
-        for chunk in cutlass.range(chunks, unroll=1):
+        for chunk in cutlass.range(chunks - 1, unroll=1):
             wait_for(s_control + self.empty + place * 8, parity)
-            if chunk == chunks - 1:
-                coming = drawn + it.row_step
-                if cutlass.const_expr(self.cluster > 1):
-                    coming = self.agree(facts, s_control, sent_place, sent_parity, coming)
-                    sent_place, sent_parity = self.behind(sent_place, sent_parity, self.sent_places)
-                store_shared_word(s_control + self.coming + place * 4, coming)
-            s_full, s_chunk = s_control + self.full + place * 8, s_ring + place * self.chunk_bytes
-            self.fetch_chunk(facts, s_full, s_chunk, g_vectors, chunk, low, high)
+            self.fetch_chunk(facts, s_control, s_ring, place, g_vectors, chunk, low, high)
             place, parity = self.behind(place, parity, self.stages)
+        wait_for(s_control + self.empty + place * 8, parity)
+        # Not in the loop, where the compiler would have the sum, and wait for the counter, before the first chunk.
+        coming = drawn + it.row_step
+        if cutlass.const_expr(self.cluster > 1):
+            coming = self.agree(facts, s_control, sent_place, sent_parity, coming)
+            sent_place, sent_parity = self.behind(sent_place, sent_parity, self.sent_places)
+        store_shared_word(s_control + self.coming + place * 4, coming)
+        self.fetch_chunk(facts, s_control, s_ring, place, g_vectors, chunks - 1, low, high)
+        place, parity = self.behind(place, parity, self.stages)
         return coming, Fetched(place, parity, sent_place, sent_parity)
 
     @cute.jit
@@ -179,8 +180,9 @@ class RingRows(MeetingRows):
         return place, parity
 
     @cute.jit
-    def fetch_chunk(self, facts, s_full, s_chunk, g_vectors, chunk, low, high):
+    def fetch_chunk(self, facts, s_control, s_ring, place, g_vectors, chunk, low, high):
         """Ask for the vectors of one chunk that are of [low, high)."""
+        s_full, s_chunk = s_control + self.full + place * 8, s_ring + place * self.chunk_bytes
         # In one piece, unless another block's vectors lie between.
         pieces = 1 if self.cluster == 1 else self.unroll
         width = self.row_threads * self.unroll // pieces
