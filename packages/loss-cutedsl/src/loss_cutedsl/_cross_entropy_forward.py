@@ -637,8 +637,7 @@ class CrossEntropyForward(CrossEntropyTotal):
         if cutlass.const_expr(self.ragged):
             if (chunk == 0) & (facts.first == 0) & (phase > 0):
                 self.mask_elements(s_chunk, Int32(0), phase, facts.cols, outside)
-        # A row has at most one vector less than the most that `chunks` was made for.
-        if chunk + 2 >= facts.chunks:
+        if self.may_end(facts, chunk, vectors):
             for u in cutlass.range_constexpr(self.unroll):
                 vector = self.vector(facts.first, chunk * self.unroll + u)
                 if (vector + 1) * self.width - phase > facts.cols:
@@ -646,6 +645,13 @@ class CrossEntropyForward(CrossEntropyTotal):
                         self.mask_elements(self.slot(s_chunk, u), vector, phase, facts.cols, outside)
                     else:
                         store_shared(self.slot(s_chunk, u), [self.lowest()] * 4)
+
+    def may_end(self, facts, chunk, vectors):
+        """Whether a chunk may have slots that are not, or not wholly, of the row."""
+        if self.ragged:
+            # A row has at most one vector less than the most that `chunks` was made for.
+            return chunk + 2 >= facts.chunks
+        return (chunk + 1) * (self.unroll * self.step) > vectors
 
     @cute.jit
     def sum_held(self, facts, s_row, phase, anchor):

@@ -626,12 +626,14 @@ class StagedRows:
     @cute.jit
     def start_part(self, s_chunk, g_vectors, first, chunk, phase, vectors, low, high, cols):
         """Start the copies of one chunk of a row into slots that hold just a chunk."""
+        # One address, and what is added to it known to the compiler.
+        g_chunk = g_vectors + Int64(self.vector(first, chunk * self.unroll)) * VECTOR_BYTES
         for u in cutlass.range_constexpr(self.unroll):
             vector = self.vector(first, chunk * self.unroll + u)
             wanted = vector < high
             if cutlass.const_expr(self.ragged):
                 wanted = wanted & (vector >= low)
-            copy_async(self.slot(s_chunk, u), g_vectors + Int64(vector) * VECTOR_BYTES, wanted)
+            copy_async(self.slot(s_chunk, u), g_chunk + u * self.step * VECTOR_BYTES, wanted)
         if cutlass.const_expr(self.ragged):
             # Only the tensor's first and last rows have vectors that reach beyond its memory.
             if (low > 0) | (high < vectors):
