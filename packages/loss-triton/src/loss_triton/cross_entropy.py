@@ -36,71 +36,71 @@ from loss_triton.denominator import (
     denominator_of,
     denominator_of_gradient,
     denominator_of_loss,
+    end_counting,
     patience,
     start_counting,
+    sum_and_count,
     supply,
 )
 from loss_triton.launch import Launch, kernel, prepared, refuse_float64
 from loss_triton.rows import (
-    COUNTERS,
     LOG2_E,
     block_columns,
     body_of,
     edge_columns,
     finite_or_zero,
-    lane_max,
-    lane_sum,
     online_sum,
-    row_is_known,
-    sum_of_rows,
     vectors,
-    wait_for_rows,
     zero_row,
 )
 from loss_triton.schedules import (
     alignment,
     backward_schedule,
+    evicts_first,
     few_programs,
     forward_schedule,
     gradient_schedule,
     options_schedule,
 )
+from loss_triton.total import publish, sum_of_slices, sum_slice, words_of, workspace_words
 
 
 @kernel
 def cross_entropy_fwd_kernel(
-    logits_ptr, target_ptr, counters_ptr, of_row_ptr, denominator_ptr, row_loss_ptr, lse_ptr, loss_ptr,
-    rows, classes, logits_stride: tl.int64, denominator_at, row_loss_at, ignore_index: tl.int64,
+    logits_ptr, target_ptr, workspace_ptr, of_row_ptr, denominator_ptr, lse_ptr, loss_ptr,
+    rows, classes, logits_stride: tl.int64, denominator_at, ignore_index: tl.int64,
     logit_scale: tl.float32, number: tl.float32,
-    REDUCE: tl.constexpr, KIND: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
+    REDUCE: tl.constexpr, KIND: tl.constexpr, EVICT: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
     LANES: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
-    """row_loss = lse - x[target], x = logit_scale * logits, logit_scale > 0. One program per row.
+    """loss = lse - x[target], x = logit_scale * logits, logit_scale > 0. One program per row.
 
-    With REDUCE, loss = sum(row_loss) / denominator; the program of the last row adds the rows up, in their order.
+    With REDUCE, the sum of that over the rows / denominator; see ``total``.
 
     logits_ptr: (rows, classes), float; row stride logits_stride, unit stride along classes.
-    target_ptr: (rows,), int32, int64 or uint8. row_loss_ptr, lse_ptr: (rows,), float32. With REDUCE counters_ptr:
-    (COUNTERS,) int64 at 0; loss_ptr: () float32; KIND, of_row_ptr, number and denominator_ptr as in ``supply``.
-    row_loss_at, a multiple of 4, and denominator_at: elements of theirs to leave out at the start.
+    target_ptr: (rows,), int32, int64 or uint8. lse_ptr: (rows,), float32. loss_ptr: (rows,) float32, with REDUCE ().
+    With REDUCE workspace_ptr: int64 at 0, see ``total``; KIND, of_row_ptr, number and denominator_ptr as in ``supply``.
+    denominator_at: elements of its to leave out at the start.
+    EVICT: whether the caches are told to evict first what has been read.
     """
     row = tl.program_id(0)
-    row_loss_ptr += row_loss_at
     target = tl.load(target_ptr + row).to(tl.int64)
+    live = target != ignore_index
     row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
     head, body = body_of(row_ptr, classes, VECTOR, EDGES)
     # The row's end is asked for before the target has come, and used last.
     # The blocks before the held part are read without a mask, so they may not reach beyond it.
     tl.static_assert(BLOCK <= HOLD)
+    EVICTION: tl.constexpr = "evict_first" if EVICT else ""
     blocks = tl.cdiv(tl.maximum(body - HOLD, 0), BLOCK)
     held_columns = block_columns(blocks * BLOCK, HOLD, LANES * VECTOR)
     held = tl.load(
         vectors(row_ptr + head, held_columns, VECTOR), mask=held_columns < body, other=float("-inf"),
-        eviction_policy="evict_first",
+        eviction_policy=EVICTION,
     )  # fmt: skip
     loss = 0.0
     lse = 0.0
-    if target != ignore_index:
+    if live:
         valid = (target >= 0) & (target < classes)
         # A target out of range reads nothing and makes its row NaN.
         x_target = tl.load(row_ptr + target, mask=valid, other=float("nan")).to(tl.float32)
@@ -109,7 +109,7 @@ def cross_entropy_fwd_kernel(
         totals = tl.zeros((LANES,), tl.float32)
         for block in range(blocks):
             columns = block_columns(block * BLOCK, BLOCK, LANES * VECTOR)
-            x = tl.load(vectors(row_ptr + head, columns, VECTOR), eviction_policy="evict_first").to(tl.float32)
+            x = tl.load(vectors(row_ptr + head, columns, VECTOR), eviction_policy=EVICTION).to(tl.float32)
             peaks, totals = online_sum(x, peaks, totals, log2_scale, LANES, VECTOR)
         peaks, totals = online_sum(held.to(tl.float32), peaks, totals, log2_scale, LANES, VECTOR)
         peak = tl.max(peaks, 0)
@@ -123,37 +123,38 @@ def cross_entropy_fwd_kernel(
             total += tl.sum(tl.sum(tl.exp2((x_edge - peak) * log2_scale), 1), 0)
         lse = peak * logit_scale + tl.log(total)
         loss = tl.log(total) - (x_target - peak) * logit_scale
-    tl.store(row_loss_ptr + row, loss)
     tl.store(lse_ptr + row, lse)
     if REDUCE:
-        row_is_known(counters_ptr, target != ignore_index)
+        losses_ptr = words_of(workspace_ptr, rows, 0)
+        publish(losses_ptr, row, loss, live)
+        sum_slice(losses_ptr, row, rows, LANES)
         if row == rows - 1:
-            live_rows = wait_for_rows(counters_ptr, rows)
+            sum_of_losses, live_rows = sum_of_slices(losses_ptr, rows)
             denominator = denominator_of_loss(
                 live_rows, target_ptr, of_row_ptr, number, rows, classes, ignore_index, KIND, LANES
             )
-            tl.store(loss_ptr, sum_of_rows(row_loss_ptr, rows, LANES) / denominator)
+            tl.store(loss_ptr, sum_of_losses / denominator)
             if denominator_ptr is not None:
                 tl.store(denominator_ptr + denominator_at, denominator)
+    else:
+        tl.store(loss_ptr + row, loss)
 
 
 @kernel
 def cross_entropy_fwd_grad_kernel(
-    logits_ptr, target_ptr, counters_ptr, of_row_ptr, denominator_ptr, row_loss_ptr, lse_ptr, grad_ptr, loss_ptr,
-    rows, classes, logits_stride: tl.int64, grad_stride: tl.int64, denominator_at, row_loss_at,
+    logits_ptr, target_ptr, workspace_ptr, of_row_ptr, denominator_ptr, lse_ptr, grad_ptr, loss_ptr,
+    rows, classes, logits_stride: tl.int64, grad_stride: tl.int64, denominator_at,
     ignore_index: tl.int64, logit_scale: tl.float32, number: tl.float32,
     KIND: tl.constexpr, PATIENCE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
     LANES: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
-    """grad = logit_scale * (softmax(x) - onehot(target)) / denominator, and loss as in the forward kernel.
-
-    One program per row; that of the last row adds the losses up, in their order.
+    """grad = logit_scale * (softmax(x) - onehot(target)) / denominator, and loss as in the forward kernel with REDUCE.
 
     logits_ptr, grad_ptr: (rows, classes), float, may be the same memory. Others as in the forward kernel.
     """
     row = tl.program_id(0)
-    row_loss_ptr += row_loss_at
     target = tl.load(target_ptr + row).to(tl.int64)
+    live = target != ignore_index
     row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
     grad_row_ptr = grad_ptr + tl.cast(row, tl.int64) * grad_stride
     head, body = body_of(row_ptr, classes, VECTOR, EDGES)
@@ -170,13 +171,13 @@ def cross_entropy_fwd_grad_kernel(
         held = tl.load(held_ptr, mask=in_held, other=float("-inf"))
     else:
         held = tl.full(held_columns.shape, float("-inf"), logits_ptr.dtype.element_ty)
-    words = start_counting(counters_ptr, target_ptr, rows, ignore_index, KIND, LANES)
+    words = start_counting(workspace_ptr, target_ptr, rows, ignore_index, KIND, LANES)
     loss = 0.0
     lse = 0.0
     peak = 0.0
-    total = 1.0
     x_target = 0.0
-    live = target != ignore_index
+    of_target = 0.0
+    of_softmax = 0.0
     valid = (target >= 0) & (target < classes)
     log2_scale = logit_scale * LOG2_E
     if EDGES:
@@ -193,30 +194,25 @@ def cross_entropy_fwd_grad_kernel(
             peaks, totals = online_sum(x, peaks, totals, log2_scale, LANES, VECTOR)
         if not HELD_FIRST:
             held = tl.load(held_ptr, mask=in_held, other=float("-inf"), eviction_policy="evict_first")
-        x_held = held.to(tl.float32)
-        peak = tl.max(tl.maximum(peaks, lane_max(x_held, LANES)), 0)
+        peaks, totals = online_sum(held.to(tl.float32), peaks, totals, log2_scale, LANES, VECTOR)
+        peak = tl.max(peaks, 0)
         if EDGES:
             peak = tl.maximum(peak, tl.max(tl.max(x_edge, 1), 0))
         peak = finite_or_zero(peak)
-        total = tl.sum(
-            totals * tl.exp2((peaks - peak) * log2_scale)
-            + lane_sum(tl.exp2((x_held - peak) * log2_scale), LANES), 0
-        )  # fmt: skip
+        total, counted = sum_and_count(totals * tl.exp2((peaks - peak) * log2_scale), words, rows, KIND, LANES)
         if EDGES:
             total += tl.sum(tl.sum(tl.exp2((x_edge - peak) * log2_scale), 1), 0)
         lse = peak * logit_scale + tl.log(total)
         loss = tl.log(total) - (x_target - peak) * logit_scale
-    tl.store(row_loss_ptr + row, loss)
-    tl.store(lse_ptr + row, lse)
-    denominator = denominator_of_gradient(
-        words, counters_ptr, target_ptr, of_row_ptr, number, rows, ignore_index, KIND, PATIENCE, LANES
-    )
-    # Before the gradient, whose stores it would wait for; after the counters were read, which are set back when all
-    # rows are known.
-    row_is_known(counters_ptr, live)
-    if live:
-        of_target = logit_scale / denominator
+        of_target = logit_scale / denominator_of_gradient(
+            counted, workspace_ptr, target_ptr, of_row_ptr, number, rows, ignore_index, KIND, PATIENCE, LANES
+        )
         of_softmax = tl.where(valid, of_target / total, float("nan"))
+    tl.store(lse_ptr + row, lse)
+    # After the count was read, which is taken back once all rows are known.
+    losses_ptr = words_of(workspace_ptr, rows, 0)
+    publish(losses_ptr, row, loss, live)
+    if live:
         held_grad = (tl.exp2((held.to(tl.float32) - peak) * log2_scale) * of_softmax).to(grad_ptr.dtype.element_ty)
         tl.store(
             vectors(grad_row_ptr + head, held_columns, VECTOR), held_grad, mask=in_held, eviction_policy="evict_first"
@@ -235,11 +231,16 @@ def cross_entropy_fwd_grad_kernel(
         tl.store(grad_row_ptr + target, target_grad.to(grad_ptr.dtype.element_ty), mask=valid)
     else:
         zero_row(grad_row_ptr, classes, head, body, VECTOR, EDGES, LANES, BLOCK)
+    sum_slice(losses_ptr, row, rows, LANES)
     if row == rows - 1:
-        wait_for_rows(counters_ptr, rows)
-        tl.store(loss_ptr, sum_of_rows(row_loss_ptr, rows, LANES) / denominator)
+        sum_of_losses, live_rows = sum_of_slices(losses_ptr, rows)
+        denominator = denominator_of_loss(
+            live_rows, target_ptr, of_row_ptr, number, rows, classes, ignore_index, KIND, LANES
+        )
+        tl.store(loss_ptr, sum_of_losses / denominator)
         if denominator_ptr is not None:
             tl.store(denominator_ptr + denominator_at, denominator)
+        end_counting(workspace_ptr, live_rows, rows, KIND)
 
 
 class _Plan(NamedTuple):
@@ -282,26 +283,26 @@ def cross_entropy_forward(
     )
     if not rows:
         return _of_no_rows(device, denominator.kind, result, number, options.reduction != "none", stats)
-    row_loss, lse = new((rows,), (1,), float32), new((rows,), (1,), float32)
-    counters = loss = None
+    lse = new((rows,), (1,), float32)
+    workspace, like = None, ((rows,), (1,))
     if options.reduction != "none":
-        counters, loss = zeroed_words(COUNTERS, device), new((), (), float32)
+        workspace, like = zeroed_words(workspace_words(rows, 1 + stats), device), ((), ())
+    loss = new(*like, float32)
     if not plain:
         return _forward_options(
-            launch, logits, target, weight, options, grad, stats, counters, of_row, number, stored, result,
-            row_loss, lse, loss,
-        )  # fmt: skip
+            launch, logits, target, weight, options, grad, stats, workspace, of_row, number, stored, result, lse, loss
+        )
     if grad is None:
         launch(
-            rows, (logits, target, counters, of_row, stored, row_loss, lse, loss),
-            rows, classes, stride, 0, 0, options.ignore_index, options.logit_scale, number,
+            rows, (logits, target, workspace, of_row, stored, lse, loss),
+            rows, classes, stride, 0, options.ignore_index, options.logit_scale, number,
         )  # fmt: skip
     else:
         launch(
-            rows, (logits, target, counters, of_row, stored, row_loss, lse, grad, loss),
-            rows, classes, stride, grad_stride, 0, 0, options.ignore_index, options.logit_scale, number,
+            rows, (logits, target, workspace, of_row, stored, lse, grad, loss),
+            rows, classes, stride, grad_stride, 0, options.ignore_index, options.logit_scale, number,
         )  # fmt: skip
-    return CrossEntropyForward(row_loss if loss is None else loss, lse, result)
+    return CrossEntropyForward(loss, lse, result)
 
 
 @functools.lru_cache(4096)
@@ -349,7 +350,7 @@ def _plan(
         launch = prepared(cross_entropy_fwd_grad_kernel, key, constants, lanes)
     else:
         lanes, block, hold = forward_schedule(classes, dtype.itemsize, vector)
-        constants = reduce, kind, vector, edges, lanes, block, hold
+        constants = reduce, kind, evicts_first(classes, dtype.itemsize), vector, edges, lanes, block, hold
         launch = prepared(cross_entropy_fwd_kernel, key, constants, lanes)
     return _Plan(launch, plain, denominator)
 
@@ -374,19 +375,17 @@ def cross_entropy_prepare(
     if not plain or of.before is not None:
         return None
     new, float32 = allocator(device), torch.float32
-    # One tensor for what is known of rows: their lse, the denominator, and from a vector's start on their losses.
-    row_loss_at = rows // 4 * 4 + 4
-    results_like = (row_loss_at + rows,), (1,), float32
+    # One tensor for what is known of rows: their lse and the denominator.
+    results_like = (rows + 1,), (1,), float32
+    words = workspace_words(rows)
     divides = options.reduction != "sum"
     strides = (stride, classes) if gradient else (stride,)
-    numbers = rows, classes, *strides, rows, row_loss_at, options.ignore_index, options.logit_scale, 1.0
+    numbers = rows, classes, *strides, rows, options.ignore_index, options.logit_scale, 1.0
 
     def loss_alone(logits: Tensor, target: Tensor, grad: None) -> tuple[Tensor, None]:
         results, loss = new(*results_like), new((), (), float32)
         stored = results if divides else None
-        launch(
-            rows, (logits, target, zeroed_words(COUNTERS, device), target, stored, results, results, loss), *numbers
-        )  # fmt: skip
+        launch(rows, (logits, target, zeroed_words(words, device), target, stored, results, loss), *numbers)
         return loss, None
 
     if not gradient:
@@ -405,10 +404,7 @@ def cross_entropy_prepare(
     def forward(logits: Tensor, target: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         results, loss = new(*results_like), new((), (), float32)
         stored = results if divides else None
-        launch(
-            rows, (logits, target, zeroed_words(COUNTERS, device), target, stored, results, results, grad, loss),
-            *numbers,
-        )  # fmt: skip
+        launch(rows, (logits, target, zeroed_words(words, device), target, stored, results, grad, loss), *numbers)
         return loss, results
 
     def backward(
@@ -453,30 +449,24 @@ def _forward_options(
     options: CrossEntropyOptions,
     grad: Tensor | None,
     stats: bool,
-    counters: Tensor | None,
+    workspace: Tensor | None,
     of_row: Tensor,
     number: float,
     stored: Tensor | None,
     denominator: Tensor | None,
-    row_loss: Tensor,
     lse: Tensor,
-    loss: Tensor | None,
+    loss: Tensor,
 ) -> CrossEntropyForward:
     rows, classes = logits.shape
-    row_z_loss = z_loss = prediction = correct = None
+    z_loss = prediction = correct = None
     if stats:
         new = allocator(logits.device)
-        row_z_loss = new((rows,), (1,), torch.float32)
-        z_loss = None if loss is None else new((), (), torch.float32)
+        z_loss = torch.empty_like(loss)
         prediction, correct = new((rows,), (1,), torch.int64), new((rows,), (1,), torch.bool)
     launch(
-        rows,
-        (logits, target, weight, counters, of_row, stored, row_loss, lse, grad, loss, row_z_loss, z_loss,
-         prediction, correct),
+        rows, (logits, target, weight, workspace, of_row, stored, lse, grad, loss, z_loss, prediction, correct),
         rows, classes, logits.stride(0), 0 if grad is None else grad.stride(0), *numbers_of(options, classes), number,
     )  # fmt: skip
-    if loss is None:
-        return CrossEntropyForward(row_loss, lse, None, row_z_loss, prediction, correct)
     return CrossEntropyForward(loss, lse, denominator, z_loss, prediction, correct)
 
 

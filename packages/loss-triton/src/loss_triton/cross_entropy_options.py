@@ -16,7 +16,13 @@ import triton
 import triton.language as tl
 from loss_core.backend import CrossEntropyOptions
 
-from loss_triton.denominator import denominator_of_gradient, denominator_of_loss, start_counting
+from loss_triton.denominator import (
+    denominator_of_gradient,
+    denominator_of_loss,
+    end_counting,
+    start_counting,
+    sum_and_count,
+)
 from loss_triton.launch import kernel
 from loss_triton.rows import (
     LOG2_E,
@@ -25,13 +31,11 @@ from loss_triton.rows import (
     edge_columns,
     finite_or_zero,
     online_sum,
-    row_is_known,
     softcapped,
-    sum_of_rows,
     vectors,
-    wait_for_rows,
     zero_row,
 )
+from loss_triton.total import publish, sum_of_slices, sum_slice, words_of
 
 
 @triton.jit
@@ -116,8 +120,8 @@ def _gradient(
 
 @kernel
 def cross_entropy_options_fwd_kernel(
-    logits_ptr, target_ptr, weight_ptr, counters_ptr, of_row_ptr, denominator_ptr,
-    row_loss_ptr, lse_ptr, grad_ptr, loss_ptr, row_z_loss_ptr, z_loss_ptr, prediction_ptr, correct_ptr,
+    logits_ptr, target_ptr, weight_ptr, workspace_ptr, of_row_ptr, denominator_ptr,
+    lse_ptr, grad_ptr, loss_ptr, z_loss_ptr, prediction_ptr, correct_ptr,
     rows, classes, logits_stride: tl.int64, grad_stride: tl.int64, ignore_index: tl.int64,
     first_class: tl.int64, total_classes: tl.int64,
     label_smoothing: tl.float32, z_loss: tl.float32, softcap: tl.float32, logit_scale: tl.float32, number: tl.float32,
@@ -127,9 +131,9 @@ def cross_entropy_options_fwd_kernel(
 ):  # fmt: skip
     """The loss of this module's docstring, one program per row; with GRAD also its gradient / denominator.
 
-    Pointers as in the plain kernels, and weight_ptr: (classes,) float32. With STATS row_z_loss_ptr: (rows,) float32,
-    z_loss_ptr: () float32 (with REDUCE), prediction_ptr: (rows,) int64, correct_ptr: (rows,) bool. With SHARD the
-    classes are those from first_class on of total_classes.
+    Pointers as in the plain kernels, and weight_ptr: (classes,) float32. With STATS z_loss_ptr: as loss_ptr,
+    prediction_ptr: (rows,) int64, correct_ptr: (rows,) bool. With SHARD the classes are those from first_class on of
+    total_classes.
     """
     row = tl.program_id(0)
     target = tl.load(target_ptr + row).to(tl.int64)
@@ -141,14 +145,14 @@ def cross_entropy_options_fwd_kernel(
     blocks = tl.cdiv(tl.maximum(body - HOLD, 0), BLOCK)
     held_columns = block_columns(blocks * BLOCK, HOLD, LANES * VECTOR)
     in_held = held_columns < body
-    if GRAD:
-        words = start_counting(counters_ptr, target_ptr, rows, ignore_index, KIND, LANES)
     loss = 0.0
     lse = 0.0
     row_z_loss = 0.0
     if GRAD:
+        words = start_counting(workspace_ptr, target_ptr, rows, ignore_index, KIND, LANES)
+        nothing, counted = sum_and_count(tl.zeros((LANES,), tl.float32), words, rows, KIND, LANES)
         denominator = denominator_of_gradient(
-            words, counters_ptr, target_ptr, of_row_ptr, number, rows, ignore_index, KIND, PATIENCE, LANES
+            counted, workspace_ptr, target_ptr, of_row_ptr, number, rows, ignore_index, KIND, PATIENCE, LANES
         )
     if live or STATS:
         state = (float("-inf"), 0.0, 0.0, 0.0, -2147483648, 2147483647)
@@ -217,23 +221,31 @@ def cross_entropy_options_fwd_kernel(
                     tl.store(grad_row_ptr + edges, edge_grad, mask=in_edge)
     if GRAD and not live:
         zero_row(grad_ptr + tl.cast(row, tl.int64) * grad_stride, classes, head, body, VECTOR, EDGES, LANES, BLOCK)
-    tl.store(row_loss_ptr + row, loss)
     tl.store(lse_ptr + row, lse)
-    if STATS:
-        tl.store(row_z_loss_ptr + row, row_z_loss)
     if REDUCE:
-        row_is_known(counters_ptr, live)
+        losses_ptr = words_of(workspace_ptr, rows, 0)
+        publish(losses_ptr, row, loss, live)
+        if STATS:
+            publish(words_of(workspace_ptr, rows, 1), row, row_z_loss, live)
+            sum_slice(words_of(workspace_ptr, rows, 1), row, rows, LANES)
+        sum_slice(losses_ptr, row, rows, LANES)
         if row == rows - 1:
-            live_rows = wait_for_rows(counters_ptr, rows)
-            if not GRAD:
-                denominator = denominator_of_loss(
-                    live_rows, target_ptr, of_row_ptr, number, rows, classes, ignore_index, KIND, LANES
-                )
+            sum_of_losses, live_rows = sum_of_slices(losses_ptr, rows)
+            divisor = denominator_of_loss(
+                live_rows, target_ptr, of_row_ptr, number, rows, classes, ignore_index, KIND, LANES
+            )
+            tl.store(loss_ptr, sum_of_losses / divisor)
             if denominator_ptr is not None:
-                tl.store(denominator_ptr, denominator)
-            tl.store(loss_ptr, sum_of_rows(row_loss_ptr, rows, LANES) / denominator)
+                tl.store(denominator_ptr, divisor)
             if STATS:
-                tl.store(z_loss_ptr, sum_of_rows(row_z_loss_ptr, rows, LANES) / denominator)
+                sum_of_z_losses, live_rows = sum_of_slices(words_of(workspace_ptr, rows, 1), rows)
+                tl.store(z_loss_ptr, sum_of_z_losses / divisor)
+            if GRAD:
+                end_counting(workspace_ptr, live_rows, rows, KIND)
+    else:
+        tl.store(loss_ptr + row, loss)
+        if STATS:
+            tl.store(z_loss_ptr + row, row_z_loss)
 
 
 @triton.jit

@@ -18,7 +18,6 @@ from loss_core.memory import allocator
 from torch import Tensor
 
 from loss_triton.launch import Launch, kernel, prepared
-from loss_triton.rows import COUNT_WORD
 
 # What the denominator is; a constant of the kernels, and its value for the host.
 ONE, ROWS, NUMBER, TENSOR, WEIGHTS, BYTES = map(tl.constexpr, range(6))
@@ -56,19 +55,26 @@ def sum_over_targets(
 
 
 @triton.jit
-def _count_word(counters_ptr):
-    return (counters_ptr + COUNT_WORD).to(tl.pointer_type(tl.int32))
+def _count_word(workspace_ptr):
+    return workspace_ptr.to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def start_counting(counters_ptr, target_ptr, rows, ignore_index, KIND: tl.constexpr, LANES: tl.constexpr):
-    """For a program that has asked for its row: its share in counting, and what is known so far, a word per lane."""
+def _complete(rows):
+    """What the word is at least when all slices have been counted."""
+    return tl.minimum(rows, _SLICES) * _SLICE
+
+
+@triton.jit
+def start_counting(workspace_ptr, target_ptr, rows, ignore_index, KIND: tl.constexpr, LANES: tl.constexpr):
+    """For a program that has asked for its row: its share in counting, and the word as it is now, in the first lane."""
+    words = tl.zeros((LANES,), tl.int32)
     if KIND == ROWS:
-        count_ptr = _count_word(counters_ptr)
+        count_ptr = _count_word(workspace_ptr)
         # Asked for now, it has come by the time that the row has. By one lane: so many programs want this one word that
         # a request of each warp would keep the others waiting.
         lane = tl.arange(0, LANES)
-        words = tl.load(count_ptr + lane, mask=lane == 0, other=2147483647, volatile=True)
+        words = tl.load(count_ptr + lane, mask=lane == 0, other=0, volatile=True)
         slices = tl.minimum(rows, _SLICES)
         mine = tl.program_id(0)
         if mine < slices:
@@ -76,31 +82,48 @@ def start_counting(counters_ptr, target_ptr, rows, ignore_index, KIND: tl.conste
             end = tl.minimum(mine * size + size, rows)
             live = sum_over_targets(target_ptr, None, mine * size, end, 0, ignore_index, ROWS, LANES)
             tl.atomic_add(count_ptr, live.to(tl.int32) + _SLICE, sem="relaxed")
-    else:
-        words = 0
     return words
 
 
 @triton.jit
+def sum_and_count(x, words, rows, KIND: tl.constexpr, LANES: tl.constexpr):
+    """The sum of x over the lanes, and what ``start_counting`` found: live rows, or less than 0 where it was too early.
+
+    Both through one barrier, which each row would have to pass once more otherwise.
+    """
+    if KIND == ROWS:
+        count = tl.where(words >= _complete(rows), words % _SLICE, -1).to(tl.float32)
+        count = tl.where(tl.arange(0, LANES) == 0, count, 0.0)
+        total, live = tl.split(tl.sum(tl.join(x, count), 0))
+    else:
+        total = tl.sum(x, 0)
+        live = 0.0
+    return total, live
+
+
+@triton.jit
 def denominator_of_gradient(
-    words, counters_ptr, target_ptr, of_row_ptr, number, rows, ignore_index,
+    live, workspace_ptr, target_ptr, of_row_ptr, number, rows, ignore_index,
     KIND: tl.constexpr, PATIENCE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The denominator, for a program that is about to write a gradient; KIND: ONE, ROWS, NUMBER or TENSOR.
 
     No program waits for good: which programs run first is not known, so one whose patience ends counts all targets.
+
+    live: of ``sum_and_count``.
     """
     if KIND == ROWS:
-        complete = tl.minimum(rows, _SLICES) * _SLICE
-        word = tl.min(words, 0)
-        tries = 0
-        while (word < complete) & (tries < PATIENCE):
-            word = tl.atomic_add(_count_word(counters_ptr), 0, sem="relaxed")
-            tries += 1
-        live = word % _SLICE
-        if word < complete:
-            live = sum_over_targets(target_ptr, None, 0, rows, 0, ignore_index, ROWS, LANES).to(tl.int32)
-        denominator = live.to(tl.float32)
+        denominator = live
+        if live < 0:
+            word = tl.atomic_add(_count_word(workspace_ptr), 0, sem="relaxed")
+            tries = 1
+            while (word < _complete(rows)) & (tries < PATIENCE):
+                word = tl.atomic_add(_count_word(workspace_ptr), 0, sem="relaxed")
+                tries += 1
+            counted = word % _SLICE
+            if word < _complete(rows):
+                counted = sum_over_targets(target_ptr, None, 0, rows, 0, ignore_index, ROWS, LANES).to(tl.int32)
+            denominator = counted.to(tl.float32)
     elif KIND == NUMBER:
         denominator = number
     elif KIND == TENSOR:
@@ -108,6 +131,13 @@ def denominator_of_gradient(
     else:
         denominator = 1.0
     return denominator
+
+
+@triton.jit
+def end_counting(workspace_ptr, live, rows, KIND: tl.constexpr):
+    """Once all rows are known, and so all programs have read the count: take back what was added, in whatever order."""
+    if KIND == ROWS:
+        tl.atomic_add(_count_word(workspace_ptr), -(live.to(tl.int32) + _complete(rows)), sem="relaxed")
 
 
 @triton.jit
