@@ -17,7 +17,7 @@ from loss_core.backend import PreparedSoftmax
 from torch import Tensor
 
 from loss_triton.launch import Launch, kernel, prepared, refuse_float64
-from loss_triton.rows import LOG2_E, block_columns, body_of, edge_columns, lane_max, lane_sum, online_sum, vectors
+from loss_triton.rows import LOG2_E, block_columns, body_of, edge_columns, lane_sum, online_sum, vectors
 
 
 @triton.jit
@@ -117,18 +117,19 @@ def softmax_fwd_long_kernel(
         lane_peak, lane_total = online_sum(x, lane_peak, lane_total, LOG2_E, LANES, VECTOR)
 
     held_ptr = vectors(x_row + head, held_column, VECTOR)
-    held = tl.load(held_ptr, mask=inside, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
-    peak = tl.max(tl.maximum(lane_peak, lane_max(held, LANES)), 0)
+    held = tl.load(held_ptr, mask=inside, other=float("-inf"), eviction_policy="evict_first")
+    lane_peak, lane_total = online_sum(held.to(tl.float32), lane_peak, lane_total, LOG2_E, LANES, VECTOR)
+    peak = tl.max(lane_peak, 0)
     if EDGES:
         edge, at_edge = edge_columns(head, body, classes, VECTOR)
         x_edge = tl.load(x_row + edge, mask=at_edge, other=float("-inf")).to(tl.float32)
         peak = tl.maximum(peak, tl.max(tl.max(x_edge, 1), 0))
-    total = tl.sum(lane_total * exp(lane_peak - peak) + lane_sum(exp(held - peak), LANES), 0)
+    total = tl.sum(lane_total * exp(lane_peak - peak), 0)
     if EDGES:
         total += tl.sum(tl.sum(exp(x_edge - peak), 1), 0)
     normalizer = normalizer_of(total, LOG)
 
-    held_y = normalized(held - peak, normalizer, LOG).to(output_ptr.dtype.element_ty)
+    held_y = normalized(held.to(tl.float32) - peak, normalizer, LOG).to(output_ptr.dtype.element_ty)
     tl.store(vectors(y_row + head, held_column, VECTOR), held_y, mask=inside, eviction_policy="evict_first")
     if EDGES:
         y_edge = normalized(x_edge - peak, normalizer, LOG).to(output_ptr.dtype.element_ty)
@@ -232,17 +233,21 @@ def softmax_bwd_long_kernel(
 
     held_g_ptr = vectors(g_row + head, held_column, VECTOR)
     held_y_ptr = vectors(y_row + head, held_column, VECTOR)
-    held_g = tl.load(held_g_ptr, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    held_y = tl.load(held_y_ptr, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    total = tl.sum(lane_total + lane_sum(summand(held_g, held_y, LOG), LANES), 0)
+    held_g = tl.load(held_g_ptr, mask=inside, other=0.0, eviction_policy="evict_first")
+    held_y = tl.load(held_y_ptr, mask=inside, other=0.0, eviction_policy="evict_first")
+    lane_total += lane_sum(summand(held_g.to(tl.float32), held_y.to(tl.float32), LOG), LANES)
+    total = tl.sum(lane_total, 0)
     if EDGES:
         edge, at_edge = edge_columns(head, body, classes, VECTOR)
         g_edge = tl.load(g_row + edge, mask=at_edge, other=0.0).to(tl.float32)
         y_edge = tl.load(y_row + edge, mask=at_edge, other=0.0).to(tl.float32)
         total += tl.sum(tl.sum(summand(g_edge, y_edge, LOG), 1), 0)
 
-    held_dx = input_gradient(held_g, held_y, total, LOG).to(grad_input_ptr.dtype.element_ty)
-    tl.store(vectors(dx_row + head, held_column, VECTOR), held_dx, mask=inside, eviction_policy="evict_first")
+    held_dx = input_gradient(held_g.to(tl.float32), held_y.to(tl.float32), total, LOG)
+    tl.store(
+        vectors(dx_row + head, held_column, VECTOR), held_dx.to(grad_input_ptr.dtype.element_ty), mask=inside,
+        eviction_policy="evict_first",
+    )  # fmt: skip
     if EDGES:
         dx_edge = input_gradient(g_edge, y_edge, total, LOG).to(grad_input_ptr.dtype.element_ty)
         tl.store(dx_row + edge, dx_edge, mask=at_edge)
@@ -268,55 +273,108 @@ class Schedule(NamedTuple):
 # A warp holds up to 1024 elements, 32 per thread, and no program of several rows has more than one warp: two rows in
 # two warps cost a sixth at 1000 columns. Hints to evict what whole rows read and write cost 3 to 5%.
 _PER_WARP = 1024
-# Rows this wide are taken whole. In between, a power of two is too much wider than the row: at 12000 columns of
-# float32 the loop has 95% and 99%, the whole row 92% and 94% (H200). At 16384 columns of 2 bytes the loop has 90%
-# forward, the whole row 88% (H200, whole calls).
-_WHOLE = {"forward": (range(1, 8193),), "backward": (range(1, 8193), range(12289, 16385))}
-# Beyond, the loop: the widest row and its schedule. A larger block spends fewer instructions on running sums, and what
-# is held is not read again. A row's second reading has to find it in L2, so what counts for the longest is how few
-# rows are under way: one program per multiprocessor, which is what 32 elements in each of 1024 threads leave room for,
-# has 97% at 128256 columns forward; two or more of 16384 elements have 79%, with 8192 and 8 warps 66% (H200). The
-# backward reads two tensors, so that there what is held counts. 132 rows of 190000 columns of
-# 2 bytes fill the L2 cache; from there on the limit is that of reading twice, 66%, which 2**20 columns have.
+# Rows up to this wide are taken whole.
+_WHOLE = 8192
+# And so are these, where a power of two is not much wider than the row: 16384 columns of float32 have 97% forward and
+# 102% backward whole, 97 and 100% in the loop; of 2 bytes the backward of log-softmax has 97% whole and 92% in the
+# loop, softmax's 93% whole and 96% in the loop, and the forward is level (H200, whole calls).
+_WHOLE_AGAIN = range(12289, 16385)
+_LOOP_AT_16384 = {("forward", False, 2), ("forward", True, 2), ("backward", False, 2)}
+
+# Beyond, the loop: the widest row and its schedule, by direction, whether it is of log-softmax, and bytes of an
+# element. A larger block spends fewer instructions on running sums, and what is held is not read again; but there have
+# to be programs enough that some write while others read, as registers allow. A row's second reading has to find it in
+# L2, so what counts for the longest is how few rows are under way: one program per multiprocessor, which is what 32
+# elements in each of 1024 threads leave room for. 132 rows of 190000 columns of 2 bytes fill the L2 cache; from there
+# on the limit is that of reading twice, 66%, which 2**20 columns have.
+#
+# Shares are of whole calls on an H200 (copy 4.24 TB/s), in brackets the next best of ten schedules.
 #
 # Tried and not taken: the row split over programs that stay and exchange their maxima and sums through memory, so that
 # it is read once. At 128256 columns forward 93% (32 programs of 4096 elements), backward 96% (16 of 8192); at 2**20
 # 76% and 67% (128 of 8192); at 50257 94% and 89%, at 32000 85% and 93%, less than the loop. It hangs where its
 # programs do not all run at once.
-_FORWARD = (
-    (12288, Schedule(1, 4096, 8192, 16)),
-    (16384, Schedule(1, 8192, 8192, 16)),
-    (32768, Schedule(1, 8192, 16384, 16)),
-)
-_BACKWARD = (
-    (12288, Schedule(1, 4096, 8192, 16)),
-    (65536, Schedule(1, 8192, 16384, 32)),
-)
-# By direction, and whether it is of log-softmax.
 _LOOPS = {
-    # 50257: 96%, and 91% with the one above.
-    ("forward", False): (*_FORWARD, (65536, Schedule(1, 16384, 16384, 32)), (None, Schedule(1, 32768, 32768, 32))),
-    # There the same takes 61 registers instead of 32, so that a processor has one program: 78%.
-    ("forward", True): (*_FORWARD, (65536, Schedule(1, 8192, 16384, 16)), (None, Schedule(1, 32768, 32768, 32))),
-    # 4096 x 128256, H200, whole calls: 79.7%, and 77.8% with a held part of 16384 in 32 warps.
-    ("backward", False): (*_BACKWARD, (None, Schedule(1, 16384, 32768, 16))),
-    # 97.8%, and 94.4% with that.
-    ("backward", True): (*_BACKWARD, (None, Schedule(1, 32768, 32768, 32))),
+    ("forward", False, 2): (
+        # 16384 x 12000: 96.8% (93.6%).
+        (12288, Schedule(1, 4096, 4096, 8)),
+        # 4096 x 16384: 88.3% (88.3%); 8192 x 20011: 88.8% (88.8%).
+        (20480, Schedule(1, 8192, 8192, 8)),
+        # 8192 x 24576: 94.4% (93.0%); 8192 x 32000: 95.1% (94.0%).
+        (32768, Schedule(1, 8192, 8192, 16)),
+        # 8192 x 50257: 81.5%, H100 95.3% (81.7%, H100 86.5%); 4096 x 65536: 93.7% (89.5%); 4096 x 100352: 81.7%.
+        (112640, Schedule(1, 16384, 16384, 16)),
+        # 4096 x 128256: 85.5% (79.8%); 4096 x 151936: 83.5% (77.0%).
+        (None, Schedule(1, 32768, 32768, 32)),
+    ),
+    ("forward", True, 2): (
+        (12288, Schedule(1, 4096, 4096, 8)),
+        # 4096 x 16384: 88.5% (89.6%); 8192 x 20011: 92.3% (90.1%).
+        (20480, Schedule(1, 8192, 8192, 8)),
+        # 8192 x 32000: 97.6% (97.1%).
+        (32768, Schedule(1, 8192, 8192, 16)),
+        # 8192 x 50257: 86.8% (84.6%); 4096 x 65536: 95.3% (92.1%).
+        (112640, Schedule(1, 16384, 16384, 16)),
+        # 4096 x 128256: 92.5% (80.9%).
+        (None, Schedule(1, 32768, 32768, 32)),
+    ),
+    ("backward", False, 2): (
+        # 16384 x 12000: 99.9% (102.2% with a block that leaves 8193 columns 77.6%); 8192 x 8193: 94.7% (95.1%).
+        (12288, Schedule(1, 4096, 4096, 8)),
+        # 4096 x 16384: 95.7% (96.1%); 8192 x 20011: 98.3% (96.9%).
+        (20480, Schedule(1, 8192, 8192, 8)),
+        # 8192 x 24576: 101.3% (99.1%); 8192 x 32000: 99.7% (95.3%).
+        (32768, Schedule(1, 8192, 8192, 16)),
+        # 8192 x 50257: 95.1% (91.0%); 4096 x 65536: 98.4% (95.2%); 4096 x 128256: 80.4% (79.0%).
+        (None, Schedule(1, 16384, 32768, 16)),
+    ),
+    ("backward", True, 2): (
+        # 16384 x 12000: 96.0% (97.2%); 8192 x 8193: 91.3% (91.0%).
+        (12288, Schedule(1, 4096, 4096, 8)),
+        # 8192 x 20011: 94.9% (96.4%).
+        (20480, Schedule(1, 8192, 8192, 8)),
+        # 8192 x 24576: 96.7% (95.0%); 8192 x 32000: 98.0% (97.5%); 8192 x 50257: 98.4% (96.8%).
+        (57344, Schedule(1, 8192, 8192, 32)),
+        # 4096 x 65536: 97.1% (96.4%); 4096 x 100352: 100.3% (95.4%); 4096 x 128256: 98.5% (94.9%).
+        (None, Schedule(1, 32768, 32768, 32)),
+    ),
+    ("forward", False, 4): (
+        # 16384 x 12000: 97.8% (96.5%).
+        (12288, Schedule(1, 4096, 4096, 16)),
+        # 4096 x 24576: 95.8% (95.6%); 4096 x 32768: 96.2% (96.1%).
+        (32768, Schedule(1, 16384, 16384, 16)),
+        # 2048 x 65536: 93.6% (90.2%); 2048 x 128256: 80.4% (77.8%).
+        (None, Schedule(1, 32768, 32768, 32)),
+    ),
+    ("forward", True, 4): (
+        (12288, Schedule(1, 4096, 4096, 16)),
+        (32768, Schedule(1, 16384, 16384, 16)),
+        (None, Schedule(1, 32768, 32768, 32)),
+    ),
+    ("backward", False, 4): (
+        # 16384 x 12000: 102.0% (102.0%).
+        (12288, Schedule(1, 8192, 8192, 16)),
+        # 4096 x 24576: 100.2% (97.2%); 4096 x 32768: 100.4% (100.8%); 2048 x 65536: 79.8% (80.3%).
+        (None, Schedule(1, 16384, 16384, 32)),
+    ),
+    ("backward", True, 4): (
+        # 16384 x 12000: 100.0% (99.6%).
+        (12288, Schedule(1, 8192, 8192, 16)),
+        # 4096 x 32768: 98.0% (97.8%); 2048 x 65536: 96.6% (96.7%); 2048 x 128256: 84.4% (84.3%).
+        (None, Schedule(1, 16384, 16384, 32)),
+    ),
 }
-# Elements of 4 bytes would spill in the last two.
-_WIDEST_BACKWARD_OF_4_BYTES = Schedule(1, 16384, 16384, 32)
 
 
 @functools.cache
 def _schedule(direction: str, classes: int, log: bool, size: int) -> Schedule:
     """The schedule of rows of `classes` elements of `size` bytes."""
-    if any(classes in widths for widths in _WHOLE[direction]):
+    case = direction, log, size
+    if classes <= _WHOLE or (classes in _WHOLE_AGAIN and case not in _LOOP_AT_16384):
         block = triton.next_power_of_2(classes)
         # 2048 columns have 90% with 1 or 4 warps; the latter gain more from the hints' absence (H200).
         return Schedule(max(1, _PER_WARP // block), block, 0, 4 if block == 2048 else max(1, block // _PER_WARP))
-    if direction == "backward" and size == 4 and classes > 65536:
-        return _WIDEST_BACKWARD_OF_4_BYTES
-    return next(schedule for widest, schedule in _LOOPS[direction, log] if widest is None or classes <= widest)
+    return next(schedule for widest, schedule in _LOOPS[case] if widest is None or classes <= widest)
 
 
 def _vectors_and_edges(rows: int, classes: int, places: list[tuple[int, int, int]]) -> tuple[int, bool]:
