@@ -204,6 +204,12 @@ def test_resuming_on_another_device_is_refused():
         Session(FakeExecutor(), PLAN, CASES, earlier=Report({"device": "other"}))
 
 
+def test_resuming_with_another_seed_is_refused():
+    first = Session(FakeExecutor(), PLAN, CASES).run()
+    with pytest.raises(ValueError, match="of seed 0, these would be of seed 7"):
+        Session(FakeExecutor(), dataclasses.replace(PLAN, seed=7), CASES, earlier=first)
+
+
 def test_every_finished_case_is_reported_at_once():
     seen = []
     Session(FakeExecutor(), PLAN, CASES, after_case=lambda done, report: seen.append((done, len(report.rows)))).run()

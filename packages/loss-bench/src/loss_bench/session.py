@@ -54,7 +54,7 @@ class Session:
         now: seconds of a clock.
 
     Raises:
-        ValueError: if `earlier` is of another device.
+        ValueError: if `earlier` is of another device, or its rows of inputs of another seed.
     """
 
     def __init__(
@@ -88,6 +88,11 @@ class Session:
         if earlier is None:
             return {}
         earlier.check_device(self.report.environment["device"])
+        for settings in earlier.settings_with("warmup"):
+            if settings.get("seed") != self._plan.seed:
+                raise ValueError(
+                    f"the earlier rows are of seed {settings.get('seed')}, these would be of seed {self._plan.seed}"
+                )
         return {row.key: row for row in earlier.rows}
 
     def run(self) -> Report:
