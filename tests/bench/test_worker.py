@@ -206,7 +206,7 @@ def test_resuming_on_another_device_is_refused():
 
 def test_resuming_with_another_seed_is_refused():
     first = Session(FakeExecutor(), PLAN, CASES).run()
-    with pytest.raises(ValueError, match="of seed 0, these would be of seed 7"):
+    with pytest.raises(ValueError, match="the earlier rows are of seed 0, these of seed 7"):
         Session(FakeExecutor(), dataclasses.replace(PLAN, seed=7), CASES, earlier=first)
 
 

@@ -52,6 +52,9 @@ class Memory:
         self.writable |= {begin + i * size for i in writable}
         return begin
 
+    def vector(self, place, size, values, writable=True):
+        return self.tensor(place, size, values, range(len(values)) if writable else ())
+
     def matrix(self, place, size, values, stride, offset=0, writable=False):
         """The address of rows; what lies between them may be read, and must not be used."""
         rows, cols = values.shape
@@ -66,6 +69,10 @@ class Memory:
         addresses = [[begin + (row * stride + col) * size for col in range(cols)] for row in range(rows)]
         assert all(address in self.writer for row in addresses for address in row), "not written"
         return np.array([[self.cells[address] for address in row] for row in addresses], float32)
+
+    def words(self, place, count):
+        """The first elements of a tensor of four bytes each, as they are now."""
+        return [self.cells[FAR * place + 4 * i] for i in range(count)]
 
     def read(self, address, size):
         assert self.sizes[address // FAR] == size

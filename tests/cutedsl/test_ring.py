@@ -99,10 +99,7 @@ def launch(monkeypatch, case, seed, resident, workspace, kernel_class=Kernel):
     scalar = case.reduction != "none"
     memory = Memory()
 
-    def vector(place, size, values, writable=True):
-        return memory.tensor(place, size, values, range(len(values)) if writable else ())
-
-    arguments = dict.fromkeys(("g_grad", "g_bytes", "g_items", "g_denominator", "g_row_loss"), 0)
+    arguments = dict.fromkeys(("g_grad", "g_row_loss"), 0) | denominator_arguments(memory, case)
     arguments["g_logits"] = memory.matrix(LOGITS, size, case.logits(), stride, case.offset, case.in_place)
     if case.gradient:
         empty = np.full((case.rows, case.cols), NAN, float32)
@@ -111,13 +108,8 @@ def launch(monkeypatch, case, seed, resident, workspace, kernel_class=Kernel):
             if case.in_place
             else memory.matrix(GRAD, size, empty, grad_stride, case.offset, writable=True)
         )
-    if case.reduction.startswith("byte_mean"):
-        arguments["g_bytes"] = vector(BYTES, int(case.reduction[-1]), byte_counts(case), False)
-    if case.reduction == "items by pointer":
-        arguments["g_items"] = vector(ITEMS, 4, [ITEM_COUNT], False)
     if scalar:
-        arguments["g_denominator"] = vector(DENOMINATOR, 4, [None])
-        arguments["g_row_loss"] = vector(ROW_LOSS, 4, [NAN] * (-(-case.rows // 4) * 4))
+        arguments["g_row_loss"] = memory.vector(ROW_LOSS, 4, [NAN] * (-(-case.rows // 4) * 4))
     kernel = in_python(kernel_class)(
         case.dtype, ring, ragged, target_bits=case.target_bits, gradient=case.gradient, scalar=scalar
     )
@@ -126,27 +118,40 @@ def launch(monkeypatch, case, seed, resident, workspace, kernel_class=Kernel):
         kernel, memory, case.grid, seed, resident, shared_bytes=ring.shared_bytes(), word_bytes=word_bytes
     ).run(
         monkeypatch, kernel.cross_entropy_ring_kernel, logits_stride=stride, grad_stride=grad_stride,
-        g_target=vector(TARGET, case.target_bits // 8, case.targets(), False),
-        g_loss=vector(LOSS, 4, [None] * (1 if scalar else case.rows)), g_lse=vector(LSE, 4, [None] * case.rows),
-        g_workspace=vector(WORKSPACE, 4, workspace), rows=case.rows, slices=case.slices,
+        g_target=memory.vector(TARGET, case.target_bits // 8, case.targets(), False),
+        g_loss=memory.vector(LOSS, 4, [None] * (1 if scalar else case.rows)),
+        g_lse=memory.vector(LSE, 4, [None] * case.rows),
+        g_workspace=memory.vector(WORKSPACE, 4, workspace), rows=case.rows, slices=case.slices,
         denominator_kind=KINDS[case.reduction], items=ITEM_COUNT, cols=case.cols, chunks=ring.chunks(vectors),
         ignore_index=IGNORED, z_loss=float32(case.z_loss), logit_scale=float32(case.scale), **arguments,
     )  # fmt: skip
 
-    def found(address, count):
-        return [memory.cells[address + 4 * i] for i in range(count)]
-
     grad = None
     if case.gradient:
         grad = memory.written_matrix(arguments["g_grad"], size, (case.rows, case.cols), grad_stride)
-    loss = np.array(found(LOSS << 32, 1 if scalar else case.rows), float32)
-    denominator = np.array(found(DENOMINATOR << 32, 1) if scalar else [1.0], float32)
-    lse = np.array(found(LSE << 32, case.rows), float32)
-    return [loss, denominator, lse, grad], found(WORKSPACE << 32, len(workspace))
+    return [*loss_denominator_lse(memory, case), grad], memory.words(WORKSPACE, len(workspace))
 
 
 def byte_counts(case):
     return [3 * row + 1 for row in range(case.rows)]
+
+
+def denominator_arguments(memory, case):
+    """What a kernel finds the denominator by, and where it leaves it."""
+    arguments = dict.fromkeys(("g_bytes", "g_items", "g_denominator"), 0)
+    if case.reduction.startswith("byte_mean"):
+        arguments["g_bytes"] = memory.vector(BYTES, int(case.reduction[-1]), byte_counts(case), False)
+    if case.reduction == "items by pointer":
+        arguments["g_items"] = memory.vector(ITEMS, 4, [ITEM_COUNT], False)
+    if case.reduction != "none":
+        arguments["g_denominator"] = memory.vector(DENOMINATOR, 4, [None])
+    return arguments
+
+
+def loss_denominator_lse(memory, case):
+    scalar = case.reduction != "none"
+    found = memory.words(LOSS, 1 if scalar else case.rows), memory.words(DENOMINATOR, 1) if scalar else [1.0]
+    return [np.array(values, float32) for values in (*found, memory.words(LSE, case.rows))]
 
 
 def exact(case):

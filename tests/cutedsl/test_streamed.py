@@ -11,19 +11,7 @@ import numpy as np
 from cutedsl import test_ring
 from cutedsl.ring_model import Launch, Memory, float32, lowest
 from cutedsl.test_memory import IGNORED, in_python
-from cutedsl.test_ring import (
-    BYTES,
-    DENOMINATOR,
-    ITEM_COUNT,
-    ITEMS,
-    KINDS,
-    LOGITS,
-    LOSS,
-    LSE,
-    TARGET,
-    WORKSPACE,
-    byte_counts,
-)
+from cutedsl.test_ring import ITEM_COUNT, KINDS, LOGITS, LOSS, LSE, TARGET, WORKSPACE
 from cutlass import BFloat16, Float32
 from loss_cutedsl import _cross_entropy_forward, _schedule, _workspace
 from loss_cutedsl._cross_entropy_rows import ENTRY_WORDS
@@ -81,41 +69,27 @@ def launch(monkeypatch, case, seed, resident, workspace, kernel_class=Kernel):
     scalar = case.reduction != "none"
     memory = Memory()
 
-    def vector(place, size, values, writable=True):
-        return memory.tensor(place, size, values, range(len(values)) if writable else ())
-
     kernel = in_python(kernel_class)(
         case.dtype, schedule, ragged, target_bits=case.target_bits, gradient=False, scalar=scalar, weighted=False,
         smoothing=False, logits="linear", stats=False, shard=False,
     )  # fmt: skip
     arguments = dict.fromkeys(("g_grad", "grad_stride", "g_weight", "g_z_loss", "g_prediction", "g_correct"), 0)
-    by_bytes = case.reduction.startswith("byte_mean")
-    arguments |= {
-        "g_bytes": vector(BYTES, int(case.reduction[-1]), byte_counts(of), False) if by_bytes else 0,
-        "g_items": vector(ITEMS, 4, [ITEM_COUNT], False) if case.reduction == "items by pointer" else 0,
-        "g_denominator": vector(DENOMINATOR, 4, [None]) if scalar else 0,
-    }
+    arguments |= test_ring.denominator_arguments(memory, of)
     Launch(
         kernel, memory, case.grid, seed, resident, word_bytes=kernel.scratch_bytes,
         shared_bytes=_schedule.shared_bytes(schedule, vectors, 1, ENTRY_WORDS, whole_rows=False),
     ).run(
         monkeypatch, kernel.cross_entropy_forward_kernel, logits_stride=stride,
         g_logits=memory.matrix(LOGITS, size, of.logits(), stride, case.offset),
-        g_target=vector(TARGET, case.target_bits // 8, of.targets(), False),
-        g_loss=vector(LOSS, 4, [None] * (1 if scalar else case.rows)), g_lse=vector(LSE, 4, [None] * case.rows),
-        g_workspace=vector(WORKSPACE, 4, workspace), rows=case.rows, slices=1, denominator_kind=KINDS[case.reduction],
-        items=ITEM_COUNT, cols=case.cols, chunks=schedule.chunks(vectors), ignore_index=IGNORED, first_class=0,
-        total_classes=case.cols, label_smoothing=float32(0.0), z_loss=float32(0.0), logit_scale=float32(1.0),
-        softcap=float32(1.0), **arguments,
+        g_target=memory.vector(TARGET, case.target_bits // 8, of.targets(), False),
+        g_loss=memory.vector(LOSS, 4, [None] * (1 if scalar else case.rows)),
+        g_lse=memory.vector(LSE, 4, [None] * case.rows), g_workspace=memory.vector(WORKSPACE, 4, workspace),
+        rows=case.rows, slices=1, denominator_kind=KINDS[case.reduction], items=ITEM_COUNT, cols=case.cols,
+        chunks=schedule.chunks(vectors), ignore_index=IGNORED, first_class=0, total_classes=case.cols,
+        label_smoothing=float32(0.0), z_loss=float32(0.0), logit_scale=float32(1.0), softcap=float32(1.0), **arguments,
     )  # fmt: skip
 
-    def found(address, count):
-        return [memory.cells[address + 4 * i] for i in range(count)]
-
-    results = found(LOSS << 32, 1 if scalar else case.rows), found(DENOMINATOR << 32, 1) if scalar else [1.0]
-    return [np.array(values, float32) for values in (*results, found(LSE << 32, case.rows))], found(
-        WORKSPACE << 32, len(workspace)
-    )
+    return test_ring.loss_denominator_lse(memory, of), memory.words(WORKSPACE, len(workspace))
 
 
 def check(monkeypatch, case, seeds=2):

@@ -236,9 +236,7 @@ def earlier_errors(
         ValueError: if `earlier` is of another device, or of inputs of another seed.
     """
     earlier.check_device(device)
-    for settings in earlier.settings_with("shape"):
-        if settings.get("seed") != seed:
-            raise ValueError(f"the earlier errors are of seed {settings.get('seed')}, these of seed {seed}")
+    earlier.check_seed("shape", seed, "errors")
     known = {row.key: row for row in map(Accuracy.from_json, earlier.accuracy)}
     rows = {task: known.get(new_accuracy(task, device).key) for task in tasks}
     return {task: row for task, row in rows.items() if row and task.who.stands(row.version, row.status)}

@@ -247,6 +247,16 @@ class Report:
         """The settings of those of its runs that have this one, which tells the commands apart."""
         return [source["settings"] for source in self.all_sources if field_name in source["settings"]]
 
+    def check_seed(self, field_name: str, seed: int, what: str) -> None:
+        """Raise if `what` its runs with this setting found is of inputs of another seed.
+
+        Raises:
+            ValueError: naming both.
+        """
+        for settings in self.settings_with(field_name):
+            if settings.get("seed") != seed:
+                raise ValueError(f"the earlier {what} are of seed {settings.get('seed')}, these of seed {seed}")
+
     def take_over(self, earlier: Report) -> None:
         """Keep what `earlier` holds beside its rows: curves, errors, backends, and what its numbers come from."""
         self.train, self.accuracy = list(earlier.train), list(earlier.accuracy)

@@ -88,11 +88,7 @@ class Session:
         if earlier is None:
             return {}
         earlier.check_device(self.report.environment["device"])
-        for settings in earlier.settings_with("warmup"):
-            if settings.get("seed") != self._plan.seed:
-                raise ValueError(
-                    f"the earlier rows are of seed {settings.get('seed')}, these would be of seed {self._plan.seed}"
-                )
+        earlier.check_seed("warmup", self._plan.seed, "rows")
         return {row.key: row for row in earlier.rows}
 
     def run(self) -> Report:
