@@ -31,6 +31,7 @@ float32 = np.float32
 NAN = float32(np.nan)
 SHARED_BEGIN = 1024
 FAR = 1 << 32
+EVICT_FIRST = "evict first"
 
 
 def lowest(kernel):
@@ -222,6 +223,7 @@ class Launch:
         self.memory, self.grid = memory, grid
         self.schedule, self.size, self.width = kernel.schedule, kernel.element_bytes, kernel.width
         self.part = self.width // 4
+        self.policy = EVICT_FIRST if getattr(kernel, "evicts_first", False) else None
         self.words_end, self.shared_end = SHARED_BEGIN + word_bytes, SHARED_BEGIN + shared_bytes
         self.in_cluster = self.schedule.threads * self.schedule.cluster
         count = grid * self.schedule.threads
@@ -532,7 +534,11 @@ class Launch:
         self.turns.events += [functools.partial(land, piece) for piece in pieces if piece]
         self.turns.pause()
 
-    def copy_bulk(self, address, g_address, size, s_barrier, wanted):
+    def evict_first(self):
+        return EVICT_FIRST
+
+    def copy_bulk(self, address, g_address, size, s_barrier, wanted, policy=None):
+        assert policy == self.policy
         if not wanted:
             return
         assert size > 0

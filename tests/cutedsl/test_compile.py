@@ -114,6 +114,34 @@ def test_forward_without_gradient(machine, variant):
     make_forward(machine, variant, _schedule.streamed(machine, vectors, ragged, variant[0].itemsize), False)
 
 
+@pytest.mark.parametrize(
+    ("cols", "gradient", "reduction", "wanted"),
+    [
+        (16384, False, "mean", True),
+        (16392, False, "mean", False),
+        (16384, True, "mean", False),
+        # A backward may read the logits again.
+        (16384, False, "none", False),
+    ],
+)
+def test_rings_evict_first_what_nobody_reads_again(monkeypatch, cols, gradient, reduction, wanted):
+    kernels, compiled = [], cross_entropy.compiled
+
+    def seen(kernel_class, facts, make, *rest):
+        kernels.append((facts, make().evicts_first))
+        return compiled(kernel_class, facts, make, *rest)
+
+    monkeypatch.setattr(cross_entropy, "compiled", seen)
+    machine = _schedule.machine((9, 0), 132)
+    ring = _schedule.ring(machine, cols // 8, gradient)
+    of = CrossEntropyOptions(reduction=reduction)
+    cross_entropy.make_ring_plan(machine, BF16, cols, ring, False, torch.int64, gradient, None, of)
+    ((facts, hinted),) = kernels
+    assert hinted == wanted
+    # What the cache knows the binary by.
+    assert ("evicts_first", wanted) in facts
+
+
 @on_every_architecture(
     (BF16, 8192, 64, False, False, "linear"),
     (FP32, 1001, 32, True, True, "scaled"),

@@ -111,8 +111,9 @@ def launch(monkeypatch, case, seed, resident, workspace, kernel_class=Kernel):
     if scalar:
         arguments["g_row_loss"] = memory.vector(ROW_LOSS, 4, [NAN] * (-(-case.rows // 4) * 4))
     kernel = in_python(kernel_class)(
-        case.dtype, ring, ragged, target_bits=case.target_bits, gradient=case.gradient, scalar=scalar
-    )
+        case.dtype, ring, ragged, target_bits=case.target_bits, gradient=case.gradient, scalar=scalar,
+        evicts_first=not case.gradient and scalar,
+    )  # fmt: skip
     word_bytes = kernel.groups * (kernel.scratch_bytes + kernel.control_bytes)
     Launch(
         kernel, memory, case.grid, seed, resident, shared_bytes=ring.shared_bytes(), word_bytes=word_bytes

@@ -80,8 +80,12 @@ class CrossEntropyRing(RingRows, CrossEntropyTotal):
     smoothing = weighted = stats = shard = False
     logits = "linear"
 
-    def __init__(self, dtype, ring: Ring, ragged: bool, *, target_bits: int, gradient: bool, scalar: bool):
+    def __init__(
+        self, dtype, ring: Ring, ragged: bool, *, target_bits: int, gradient: bool, scalar: bool,
+        evicts_first: bool,
+    ):  # fmt: skip
         super().__init__(dtype, ring, ragged)
+        self.evicts_first = evicts_first
         self.target_bits = target_bits
         self.gradient = gradient
         self.scalar = scalar

@@ -188,6 +188,11 @@ def store_global(g_address, words, predicate=None):
     ptx("st.global.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };", None, [g_address, *words], predicate)
 
 
+def evict_first():
+    """A policy for copies: the L2 gives up their lines before others."""
+    return ptx("createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;", [Int64], [])
+
+
 def copy_async(s_address, g_address, predicate=None):
     ptx("cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16;", None, [s_address, g_address], predicate)
 
@@ -394,12 +399,14 @@ def wait_for(s_barrier, parity, scope="cta"):
     )
 
 
-def copy_bulk(s_address, g_address, size, s_barrier, predicate):
+def copy_bulk(s_address, g_address, size, s_barrier, predicate, policy=None):
     """Copy so many bytes, a multiple of a vector, for which the barrier object waits."""
+    hint, operand, policies = ("", "", ()) if policy is None else (".L2::cache_hint", ", {$r4}", (policy,))
     ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes%s [{$r0}], [{$r1}], {$r2}, [{$r3}]%s;"
+        % (hint, operand),
         None,
-        [s_address, g_address, size, s_barrier],
+        [s_address, g_address, size, s_barrier, *policies],
         predicate,
     )
 

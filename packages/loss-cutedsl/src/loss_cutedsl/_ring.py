@@ -22,6 +22,7 @@ from ._device import (
     cluster_barrier,
     copy_bulk,
     draw,
+    evict_first,
     larger,
     load_shared,
     load_shared_word,
@@ -64,7 +65,8 @@ class RingRows(MeetingRows):
     A block may end while the other still runs: what the other sends are entries, for which all threads that work on the
     row wait, and numbers, for which the thread that fetches waits before it knows that there are no more rows.
 
-    Compile-time facts as in ``StagedRows``; ``ring.held``: chunks of a row, where they are held.
+    Compile-time facts as in ``StagedRows``; ``ring.held``: chunks of a row, where they are held; ``evicts_first``:
+    whether the L2 is to give up what is copied before all else.
     """
 
     def __init__(self, dtype, ring: Ring, ragged: bool):
@@ -154,10 +156,11 @@ class RingRows(MeetingRows):
         With the last chunk comes the number of the row after it. That number, and how far it got.
         """
         place, parity, sent_place, sent_parity = at
+        policy = evict_first() if self.evicts_first else None
         drawn = draw(it.g_workspace + WORKSPACE_DRAWN * 4, facts.rank == 0)
         for chunk in cutlass.range(chunks - 1, unroll=1):
             wait_for(s_control + self.empty + place * 8, parity)
-            self.fetch_chunk(facts, s_control, s_ring, place, g_vectors, chunk, low, high)
+            self.fetch_chunk(facts, s_control, s_ring, place, g_vectors, chunk, low, high, policy)
             place, parity = self.behind(place, parity, self.stages)
         wait_for(s_control + self.empty + place * 8, parity)
         # Not in the loop, where the compiler would have the sum, and wait for the counter, before the first chunk.
@@ -166,7 +169,7 @@ class RingRows(MeetingRows):
             coming = self.agree(facts, s_control, sent_place, sent_parity, coming)
             sent_place, sent_parity = self.behind(sent_place, sent_parity, self.sent_places)
         store_shared_word(s_control + self.coming + place * 4, coming)
-        self.fetch_chunk(facts, s_control, s_ring, place, g_vectors, chunks - 1, low, high)
+        self.fetch_chunk(facts, s_control, s_ring, place, g_vectors, chunks - 1, low, high, policy)
         place, parity = self.behind(place, parity, self.stages)
         return coming, Fetched(place, parity, sent_place, sent_parity)
 
@@ -180,7 +183,7 @@ class RingRows(MeetingRows):
         return place, parity
 
     @cute.jit
-    def fetch_chunk(self, facts, s_control, s_ring, place, g_vectors, chunk, low, high):
+    def fetch_chunk(self, facts, s_control, s_ring, place, g_vectors, chunk, low, high, policy):
         """Ask for the vectors of one chunk that are of [low, high)."""
         s_full, s_chunk = s_control + self.full + place * 8, s_ring + place * self.chunk_bytes
         # In one piece, unless another block's vectors lie between.
@@ -198,7 +201,7 @@ class RingRows(MeetingRows):
         arrive_and_expect(s_full, size)
         for piece in cutlass.range_constexpr(pieces):
             s_piece, g_piece, count = copies[piece]
-            copy_bulk(s_piece, g_piece, count * VECTOR_BYTES, s_full, count > 0)
+            copy_bulk(s_piece, g_piece, count * VECTOR_BYTES, s_full, count > 0, policy)
 
     def agree(self, facts, s_control, place, parity, number):
         """The number that the first block of the cluster has drawn."""

@@ -479,6 +479,17 @@ def ring(machine: Machine, vectors: int, gradient: bool) -> Ring | None:
     return found._replace(held=found.chunks(vectors)) if gradient else found
 
 
+def evicts_first(row_bytes: int) -> bool:
+    """Whether rings that read rows of so many bytes once, and write none, ask the L2 to evict them first.
+
+    An L2 full of what others have written writes it back while rows are read; with the hint it gives up lines of the
+    rows before those. Loss alone on an H200, after a flush that writes, with and without: 4096 x 16384 bf16 72.0 and
+    65.8%, 16384 x 16001 84.8 and 82.3%. Without rings 4096 x 8192 gains as much and 32768 x 8192 loses 2 points; longer
+    rows lose in Triton.
+    """
+    return row_bytes <= 32768
+
+
 def most_blocks(machine: Machine, schedule: Schedule | Ring, block_shared_bytes: int) -> int:
     """Blocks that the device holds at a time, a multiple of the cluster."""
     blocks = machine.processors * resident_blocks(machine, schedule, block_shared_bytes)

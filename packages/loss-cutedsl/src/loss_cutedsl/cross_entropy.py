@@ -314,7 +314,13 @@ def make_forward_plan(
 def make_ring_plan(machine, dtype, cols, ring, ragged, target_dtype, gradient, byte_dtype, options):
     """Compile a forward of the plain case with rings and prepare its launch."""
     scalar = options.reduction != "none"
-    facts = {"target_bits": TARGET_BITS[target_dtype], "gradient": gradient, "scalar": scalar}
+    facts = {
+        "target_bits": TARGET_BITS[target_dtype],
+        "gradient": gradient,
+        "scalar": scalar,
+        # A backward may read the logits once more.
+        "evicts_first": scalar and not gradient and _schedule.evicts_first(cols * dtype.itemsize),
+    }
     launch = compiled(
         CrossEntropyRing,
         (str(dtype), tuple(ring), ragged, *facts.items()),
