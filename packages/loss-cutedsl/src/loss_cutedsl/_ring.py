@@ -69,6 +69,8 @@ class RingRows(MeetingRows):
     whether the L2 is to give up what is copied before all else.
     """
 
+    evicts_first: bool
+
     def __init__(self, dtype, ring: Ring, ragged: bool):
         super().__init__(dtype, ring, ragged, RING_ENTRY_WORDS)
         self.held = ring.held

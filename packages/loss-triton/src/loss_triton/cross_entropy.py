@@ -45,10 +45,12 @@ from loss_triton.denominator import (
 from loss_triton.launch import Launch, kernel, prepared, refuse_float64
 from loss_triton.rows import (
     LOG2_E,
+    argument_of,
     block_columns,
     body_of,
     edge_columns,
     finite_or_zero,
+    fused,
     online_sum,
     vectors,
     zero_row,
@@ -60,6 +62,7 @@ from loss_triton.schedules import (
     few_programs,
     forward_schedule,
     gradient_schedule,
+    l2_cache_size,
     options_schedule,
 )
 from loss_triton.total import publish, sum_of_slices, sum_slice, words_of, workspace_words
@@ -146,11 +149,12 @@ def cross_entropy_fwd_grad_kernel(
     rows, classes, logits_stride: tl.int64, grad_stride: tl.int64, denominator_at,
     ignore_index: tl.int64, logit_scale: tl.float32, number: tl.float32,
     KIND: tl.constexpr, PATIENCE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
-    LANES: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
+    LANES: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """grad = logit_scale * (softmax(x) - onehot(target)) / denominator, and loss as in the forward kernel with REDUCE.
 
     logits_ptr, grad_ptr: (rows, classes), float, may be the same memory. Others as in the forward kernel.
+    AHEAD: whether the second sweep asks for a block before it writes the one before that.
     """
     row = tl.program_id(0)
     target = tl.load(target_ptr + row).to(tl.int64)
@@ -178,6 +182,9 @@ def cross_entropy_fwd_grad_kernel(
     x_target = 0.0
     of_target = 0.0
     of_softmax = 0.0
+    power = 0.0
+    bias = 0.0
+    of_power = 0.0
     valid = (target >= 0) & (target < classes)
     log2_scale = logit_scale * LOG2_E
     if EDGES:
@@ -199,7 +206,7 @@ def cross_entropy_fwd_grad_kernel(
         if EDGES:
             peak = tl.maximum(peak, tl.max(tl.max(x_edge, 1), 0))
         peak = finite_or_zero(peak)
-        total, counted = sum_and_count(totals * tl.exp2((peaks - peak) * log2_scale), words, rows, KIND, LANES)
+        total, counted = sum_and_count(totals * tl.exp2((peaks - peak) * log2_scale), words, rows, KIND)
         if EDGES:
             total += tl.sum(tl.sum(tl.exp2((x_edge - peak) * log2_scale), 1), 0)
         lse = peak * logit_scale + tl.log(total)
@@ -208,22 +215,35 @@ def cross_entropy_fwd_grad_kernel(
             counted, workspace_ptr, target_ptr, of_row_ptr, number, rows, ignore_index, KIND, PATIENCE, LANES
         )
         of_softmax = tl.where(valid, of_target / total, float("nan"))
+        power, bias, factor = argument_of(peak, log2_scale)
+        of_power = of_softmax * factor
     tl.store(lse_ptr + row, lse)
     # After the count was read, which is taken back once all rows are known.
     losses_ptr = words_of(workspace_ptr, rows, 0)
     publish(losses_ptr, row, loss, live)
     if live:
-        held_grad = (tl.exp2((held.to(tl.float32) - peak) * log2_scale) * of_softmax).to(grad_ptr.dtype.element_ty)
+        if AHEAD:
+            columns = block_columns((blocks - 1) * BLOCK, BLOCK, LANES * VECTOR)
+            ahead = tl.load(
+                vectors(row_ptr + head, columns, VECTOR), mask=columns >= 0, other=0.0, eviction_policy="evict_first"
+            )
+        held_grad = tl.exp2(fused(held.to(tl.float32), power, bias)) * of_power
         tl.store(
-            vectors(grad_row_ptr + head, held_columns, VECTOR), held_grad, mask=in_held, eviction_policy="evict_first"
-        )
+            vectors(grad_row_ptr + head, held_columns, VECTOR), held_grad.to(grad_ptr.dtype.element_ty), mask=in_held,
+            eviction_policy="evict_first",
+        )  # fmt: skip
         for block in range(blocks):
             columns = block_columns((blocks - 1 - block) * BLOCK, BLOCK, LANES * VECTOR)
-            x = tl.load(vectors(row_ptr + head, columns, VECTOR), eviction_policy="evict_first").to(tl.float32)
-            grad = (tl.exp2((x - peak) * log2_scale) * of_softmax).to(grad_ptr.dtype.element_ty)
+            if AHEAD:
+                x = ahead.to(tl.float32)
+                next_ptr = vectors(row_ptr + head, columns - BLOCK, VECTOR)
+                ahead = tl.load(next_ptr, mask=columns >= BLOCK, other=0.0, eviction_policy="evict_first")
+            else:
+                x = tl.load(vectors(row_ptr + head, columns, VECTOR), eviction_policy="evict_first").to(tl.float32)
+            grad = (tl.exp2(fused(x, power, bias)) * of_power).to(grad_ptr.dtype.element_ty)
             tl.store(vectors(grad_row_ptr + head, columns, VECTOR), grad, eviction_policy="evict_first")
         if EDGES:
-            edge_grad = (tl.exp2((x_edge - peak) * log2_scale) * of_softmax).to(grad_ptr.dtype.element_ty)
+            edge_grad = (tl.exp2(fused(x_edge, power, bias)) * of_power).to(grad_ptr.dtype.element_ty)
             tl.store(grad_row_ptr + edges, edge_grad, mask=in_edge)
         # The target's element once more, which spares every other one the comparison.
         tl.debug_barrier()
@@ -284,7 +304,8 @@ def cross_entropy_forward(
     if not rows:
         return _of_no_rows(device, denominator.kind, result, number, options.reduction != "none", stats)
     lse = new((rows,), (1,), float32)
-    workspace, like = None, ((rows,), (1,))
+    workspace: Tensor | None = None
+    like: tuple[tuple[int, ...], tuple[int, ...]] = (rows,), (1,)
     if options.reduction != "none":
         workspace, like = zeroed_words(workspace_words(rows, 1 + stats), device), ((), ())
     loss = new(*like, float32)
@@ -338,18 +359,18 @@ def _plan(
     key = index, dtype, target_dtype, of_row
     plain = not weighted and not stats and _is_plain(options)
     if not plain:
-        lanes, block, hold = options_schedule(classes, vector)
+        lanes, block, hold, _ = options_schedule(classes, vector)
         constants: tuple[int | bool, ...] = (
             reduce, kind, patience(index), weighted, options.label_smoothing > 0, options.softcap is not None,
             options.total_classes is not None, stats, gradient, vector, edges, lanes, block, hold,
         )  # fmt: skip
         launch = prepared(cross_entropy_options_fwd_kernel, key, constants, lanes)
     elif gradient:
-        lanes, block, hold = gradient_schedule(classes, dtype.itemsize, vector)
-        constants = kind, patience(index), vector, edges, lanes, block, hold
+        lanes, block, hold, ahead = gradient_schedule(classes, dtype.itemsize, vector, l2_cache_size(device))
+        constants = kind, patience(index), vector, edges, lanes, block, hold, ahead
         launch = prepared(cross_entropy_fwd_grad_kernel, key, constants, lanes)
     else:
-        lanes, block, hold = forward_schedule(classes, dtype.itemsize, vector)
+        lanes, block, hold, _ = forward_schedule(classes, dtype.itemsize, vector)
         constants = reduce, kind, evicts_first(classes, dtype.itemsize), vector, edges, lanes, block, hold
         launch = prepared(cross_entropy_fwd_kernel, key, constants, lanes)
     return _Plan(launch, plain, denominator)

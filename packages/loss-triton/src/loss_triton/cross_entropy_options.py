@@ -17,11 +17,11 @@ import triton.language as tl
 from loss_core.backend import CrossEntropyOptions
 
 from loss_triton.denominator import (
+    count_alone,
     denominator_of_gradient,
     denominator_of_loss,
     end_counting,
     start_counting,
-    sum_and_count,
 )
 from loss_triton.launch import kernel
 from loss_triton.rows import (
@@ -150,7 +150,7 @@ def cross_entropy_options_fwd_kernel(
     row_z_loss = 0.0
     if GRAD:
         words = start_counting(workspace_ptr, target_ptr, rows, ignore_index, KIND, LANES)
-        nothing, counted = sum_and_count(tl.zeros((LANES,), tl.float32), words, rows, KIND, LANES)
+        counted = count_alone(words, rows, KIND)
         denominator = denominator_of_gradient(
             counted, workspace_ptr, target_ptr, of_row_ptr, number, rows, ignore_index, KIND, PATIENCE, LANES
         )

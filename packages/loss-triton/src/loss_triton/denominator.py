@@ -86,15 +86,29 @@ def start_counting(workspace_ptr, target_ptr, rows, ignore_index, KIND: tl.const
 
 
 @triton.jit
-def sum_and_count(x, words, rows, KIND: tl.constexpr, LANES: tl.constexpr):
-    """The sum of x over the lanes, and what ``start_counting`` found: live rows, or less than 0 where it was too early.
+def _count_of(words, rows):
+    """What ``start_counting`` found: live rows, or less than 0 where it was too early. In the first lane, else 0."""
+    count = tl.where(words >= _complete(rows), words % _SLICE, -1).to(tl.float32)
+    return tl.where(tl.arange(0, words.shape[0]) == 0, count, 0.0)
+
+
+@triton.jit
+def count_alone(words, rows, KIND: tl.constexpr):
+    """What ``start_counting`` found, in all lanes."""
+    if KIND == ROWS:
+        return tl.sum(_count_of(words, rows), 0)
+    else:
+        return 0.0
+
+
+@triton.jit
+def sum_and_count(x, words, rows, KIND: tl.constexpr):
+    """The sum of x over the lanes, and what ``start_counting`` found.
 
     Both through one barrier, which each row would have to pass once more otherwise.
     """
     if KIND == ROWS:
-        count = tl.where(words >= _complete(rows), words % _SLICE, -1).to(tl.float32)
-        count = tl.where(tl.arange(0, LANES) == 0, count, 0.0)
-        total, live = tl.split(tl.sum(tl.join(x, count), 0))
+        total, live = tl.split(tl.sum(tl.join(x, _count_of(words, rows)), 0))
     else:
         total = tl.sum(x, 0)
         live = 0.0
@@ -110,7 +124,7 @@ def denominator_of_gradient(
 
     No program waits for good: which programs run first is not known, so one whose patience ends counts all targets.
 
-    live: of ``sum_and_count``.
+    live: of ``sum_and_count`` or ``count_alone``.
     """
     if KIND == ROWS:
         denominator = live

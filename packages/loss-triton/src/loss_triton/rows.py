@@ -13,6 +13,8 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
 
 @triton.jit
 def body_of(row_ptr, classes, VECTOR: tl.constexpr, EDGES: tl.constexpr):
@@ -88,6 +90,30 @@ def online_sum(x, peak, total, log2_scale, LANES: tl.constexpr, VECTOR: tl.const
     finite = finite_or_zero(larger)
     total = total * tl.exp2((peak - finite) * log2_scale)
     return larger, total + lane_sum(tl.exp2((x - over_lanes(finite, LANES, VECTOR)) * log2_scale), LANES)
+
+
+@triton.jit
+def fused(x, power, bias):
+    """x * power - bias, rounded once."""
+    if _INTERPRETED:
+        # Whose own rounds twice.
+        return (x.to(tl.float64) * power - bias).to(tl.float32)
+    else:
+        return tl.fma(x, power, -bias)
+
+
+@triton.jit
+def argument_of(peak, scale):
+    """Power, bias and factor with which 2**((x - peak) * scale) is 2**(x * power - bias) * factor, for x up to peak.
+
+    One instruction for the argument instead of two. The bias is rounded, which the factor takes back.
+    """
+    # From a bias of 2**30 on, whose rounding could be too much for a factor, float32 numbers lie so far apart that the
+    # result is 1 or 0; it is with any power that keeps them apart, and a power of two has nothing to round.
+    is_near = tl.abs(peak * scale) < 2.0**30
+    power = tl.where(is_near, scale, tl.where(tl.abs(peak) > 2.0**40, 1.0, 2.0**64))
+    bias = peak * power
+    return power, bias, tl.exp2(-fused(peak, power, bias))
 
 
 @triton.jit

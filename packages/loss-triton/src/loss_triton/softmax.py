@@ -17,7 +17,17 @@ from loss_core.backend import PreparedSoftmax
 from torch import Tensor
 
 from loss_triton.launch import Launch, kernel, prepared, refuse_float64
-from loss_triton.rows import LOG2_E, block_columns, body_of, edge_columns, lane_sum, online_sum, vectors
+from loss_triton.rows import (
+    LOG2_E,
+    argument_of,
+    block_columns,
+    body_of,
+    edge_columns,
+    fused,
+    lane_sum,
+    online_sum,
+    vectors,
+)
 
 
 @triton.jit
@@ -83,12 +93,27 @@ def softmax_fwd_kernel(
         tl.store(y_row + edge, y_edge, mask=at_edge)
 
 
+@triton.jit
+def _asked_for(body_ptr, column, there, EVICTION: tl.constexpr, VECTOR: tl.constexpr):
+    """Columns of a body, -inf where it has none."""
+    return tl.load(vectors(body_ptr, column, VECTOR), mask=there, other=float("-inf"), eviction_policy=EVICTION)
+
+
+@triton.jit
+def _normalized(x, power, bias, normalizer, LOG: tl.constexpr, FUSED: tl.constexpr):
+    """``normalized`` of x - bias, where the bias is the maximum; with FUSED of the argument that ``rows`` makes."""
+    if FUSED:
+        return tl.exp2(fused(x, power, bias)) * normalizer
+    else:
+        return normalized(x - bias, normalizer, LOG)
+
+
 @kernel
 def softmax_fwd_long_kernel(
     input_ptr, output_ptr,
     classes, input_stride: tl.int64, output_stride: tl.int64,
     LOG: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
-    LANES: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
+    AHEAD: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """y = exp(x - max(x)) / sum(exp(x - max(x))), or its logarithm. One program does one row in two sweeps.
 
@@ -98,6 +123,7 @@ def softmax_fwd_long_kernel(
 
     input_ptr: (rows, classes), floating point. output_ptr: (rows, classes), floating point.
     LANES * VECTOR divides BLOCK and HOLD, BLOCK is at most HOLD.
+    AHEAD: in how many sweeps a block is asked for before the arithmetic of the one before; with any BLOCK is HOLD.
     """
     row = tl.program_id(0).to(tl.int64)
     x_row = input_ptr + row * input_stride
@@ -111,14 +137,25 @@ def softmax_fwd_long_kernel(
 
     lane_peak = tl.full((LANES,), float("-inf"), tl.float32)
     lane_total = tl.zeros((LANES,), tl.float32)
+    if AHEAD:
+        # What has been asked for last is the held part in the end.
+        tl.static_assert(BLOCK == HOLD)
+        column = block_columns(0, BLOCK, LANES * VECTOR)
+        held = _asked_for(x_row + head, column, column < body, "evict_last", VECTOR)
     for block in range(blocks):
-        column = block_columns(block * BLOCK, BLOCK, LANES * VECTOR)
-        x = tl.load(vectors(x_row + head, column, VECTOR), eviction_policy="evict_last").to(tl.float32)
+        column = block_columns((block + 1 if AHEAD else block) * BLOCK, BLOCK, LANES * VECTOR)
+        if AHEAD:
+            x = held.to(tl.float32)
+            held = _asked_for(x_row + head, column, column < body, "evict_last", VECTOR)
+        else:
+            x = tl.load(vectors(x_row + head, column, VECTOR), eviction_policy="evict_last").to(tl.float32)
         lane_peak, lane_total = online_sum(x, lane_peak, lane_total, LOG2_E, LANES, VECTOR)
-
-    held_ptr = vectors(x_row + head, held_column, VECTOR)
-    held = tl.load(held_ptr, mask=inside, other=float("-inf"), eviction_policy="evict_first")
+    if not AHEAD:
+        held = _asked_for(x_row + head, held_column, inside, "evict_first", VECTOR)
     lane_peak, lane_total = online_sum(held.to(tl.float32), lane_peak, lane_total, LOG2_E, LANES, VECTOR)
+    if AHEAD == 2:
+        column = block_columns((blocks - 1) * BLOCK, BLOCK, LANES * VECTOR)
+        ahead = _asked_for(x_row + head, column, column >= 0, "evict_first", VECTOR)
     peak = tl.max(lane_peak, 0)
     if EDGES:
         edge, at_edge = edge_columns(head, body, classes, VECTOR)
@@ -129,16 +166,29 @@ def softmax_fwd_long_kernel(
         total += tl.sum(tl.sum(exp(x_edge - peak), 1), 0)
     normalizer = normalizer_of(total, LOG)
 
-    held_y = normalized(held.to(tl.float32) - peak, normalizer, LOG).to(output_ptr.dtype.element_ty)
+    # Rounded to float32 a probability of 1 would show the approximation.
+    FUSED: tl.constexpr = not LOG and output_ptr.dtype.element_ty.primitive_bitwidth == 16
+    power = LOG2_E
+    bias = peak
+    if FUSED:
+        power, bias, factor = argument_of(peak, LOG2_E)
+        normalizer *= factor
+
+    held_y = _normalized(held.to(tl.float32), power, bias, normalizer, LOG, FUSED).to(output_ptr.dtype.element_ty)
     tl.store(vectors(y_row + head, held_column, VECTOR), held_y, mask=inside, eviction_policy="evict_first")
     if EDGES:
-        y_edge = normalized(x_edge - peak, normalizer, LOG).to(output_ptr.dtype.element_ty)
+        y_edge = _normalized(x_edge, power, bias, normalizer, LOG, FUSED).to(output_ptr.dtype.element_ty)
         tl.store(y_row + edge, y_edge, mask=at_edge)
     for block in range(blocks):
-        again = block_columns((blocks - 1 - block) * BLOCK, BLOCK, LANES * VECTOR)
-        x = tl.load(vectors(x_row + head, again, VECTOR), eviction_policy="evict_first").to(tl.float32)
-        y = normalized(x - peak, normalizer, LOG).to(output_ptr.dtype.element_ty)
-        tl.store(vectors(y_row + head, again, VECTOR), y, eviction_policy="evict_first")
+        column = block_columns((blocks - 1 - block) * BLOCK, BLOCK, LANES * VECTOR)
+        if AHEAD == 2:
+            x = ahead.to(tl.float32)
+            before = block_columns((blocks - 2 - block) * BLOCK, BLOCK, LANES * VECTOR)
+            ahead = _asked_for(x_row + head, before, before >= 0, "evict_first", VECTOR)
+        else:
+            x = tl.load(vectors(x_row + head, column, VECTOR), eviction_policy="evict_first").to(tl.float32)
+        y = _normalized(x, power, bias, normalizer, LOG, FUSED).to(output_ptr.dtype.element_ty)
+        tl.store(vectors(y_row + head, column, VECTOR), y, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -260,68 +310,78 @@ def softmax_bwd_long_kernel(
 
 
 class Schedule(NamedTuple):
-    """How a width is done: `rows` whole rows per program of `block` elements; or, if `hold`, the loop."""
+    """How a width is done: `rows` whole rows per program of `block` elements; or, if `hold`, the loop with AHEAD."""
 
     rows: int
     block: int
     hold: int
     warps: int
+    ahead: int = 0
 
 
-# Shares of the copy bandwidth below: bfloat16 where no dtype is named, H100 where no H200.
+# Shares of the copy bandwidth below are of whole calls: on an H200 (copy 4.24 TB/s), then on an H100 (3.00 TB/s);
+# bfloat16 where no dtype is named.
 #
 # A warp holds up to 1024 elements, 32 per thread, and no program of several rows has more than one warp: two rows in
 # two warps cost a sixth at 1000 columns. Hints to evict what whole rows read and write cost 3 to 5%.
 _PER_WARP = 1024
 # Rows up to this wide are taken whole.
 _WHOLE = 8192
-# And so are these, where a power of two is not much wider than the row: 16384 columns of float32 have 97% forward and
-# 102% backward whole, 97 and 100% in the loop; of 2 bytes the backward of log-softmax has 97% whole and 92% in the
-# loop, softmax's 93% whole and 96% in the loop, and the forward is level (H200, whole calls).
-_WHOLE_AGAIN = range(12289, 16385)
-_LOOP_AT_16384 = {("forward", False, 2), ("forward", True, 2), ("backward", False, 2)}
+# And so are some up to here, where a power of two is not much wider than the row.
+_WHOLE_16384 = Schedule(1, 16384, 0, 16)
 
 # Beyond, the loop: the widest row and its schedule, by direction, whether it is of log-softmax, and bytes of an
 # element. A larger block spends fewer instructions on running sums, and what is held is not read again; but there have
 # to be programs enough that some write while others read, as registers allow. A row's second reading has to find it in
 # L2, so what counts for the longest is how few rows are under way: one program per multiprocessor, which is what 32
 # elements in each of 1024 threads leave room for. 132 rows of 190000 columns of 2 bytes fill the L2 cache; from there
-# on the limit is that of reading twice, 66%, which 2**20 columns have.
-#
-# Shares are of whole calls on an H200 (copy 4.24 TB/s), in brackets the next best of ten schedules.
+# on the limit is that of reading twice, 66%, which 2**20 columns have. A block that is asked for ahead takes registers
+# too: it gains where it costs no program, or where it is all that is under way.
 #
 # Tried and not taken: the row split over programs that stay and exchange their maxima and sums through memory, so that
 # it is read once. At 128256 columns forward 93% (32 programs of 4096 elements), backward 96% (16 of 8192); at 2**20
 # 76% and 67% (128 of 8192); at 50257 94% and 89%, at 32000 85% and 93%, less than the loop. It hangs where its
 # programs do not all run at once.
+_FORWARD_2_BYTES = (
+    # 16384 x 12000: 98.4 and 98.0% (nothing ahead 96.5 and 97.6%).
+    (12288, Schedule(1, 4096, 4096, 8, 2)),
+    # 4096 x 16384: 93.2 and 95.7% (88.5 and 93.8%); 8192 x 20011: 91.8 and 96.3% (88.7 and 96.1%).
+    (20480, Schedule(1, 8192, 8192, 8, 1)),
+    # 8192 x 24576: 96.7 and 99.0% (94.0 and 98.7%).
+    (28672, Schedule(1, 8192, 8192, 16, 1)),
+    # 8192 x 32000: 94.8 and 98.5% (a block ahead 95.3 and 97.7%).
+    (32768, Schedule(1, 8192, 8192, 16)),
+    # 8192 x 50257: 82.6 and 96.2% (83.0 and 95.4%); log-softmax 88.7 and 96.8% (86.6 and 96.5%).
+    (57344, Schedule(1, 16384, 16384, 16, 1)),
+    # 4096 x 65536: 93.2 and 96.3% (the next schedule 85.6 and 99.3%).
+    (81920, Schedule(1, 16384, 16384, 16)),
+    # 4096 x 100352: 81.9 and 98.2% (the one before 81.4 and 82.4%); 4096 x 128256: 90.3 and 96.1% (nothing ahead 84.9
+    # and 97.2%); 8192 x 151936: 89.6 and 91.3% (84.6 and 91.0%).
+    (None, Schedule(1, 32768, 32768, 32, 2)),
+)
+_FORWARD_4_BYTES = (
+    # 16384 x 12000: 98.8 and 98.1% (97.9 and 98.4%).
+    (12288, Schedule(1, 4096, 4096, 16, 2)),
+    (16384, _WHOLE_16384),
+    # 4096 x 32768: 95.9 and 97.2% (both sweeps ahead 91.3 and 99.9%).
+    (32768, Schedule(1, 16384, 16384, 16)),
+    # 2048 x 128256: 79.7 and 80.9%.
+    (None, Schedule(1, 32768, 32768, 32)),
+)
+_BACKWARD_4_BYTES = (
+    # 16384 x 12000: 102.0%; log-softmax 100.0%.
+    (12288, Schedule(1, 8192, 8192, 16)),
+    (16384, _WHOLE_16384),
+    # 4096 x 32768: 100.4%, log-softmax 98.0%; 2048 x 65536: 79.8%, 96.6%; 2048 x 128256: log-softmax 84.4%.
+    (None, Schedule(1, 16384, 16384, 32)),
+)
 _LOOPS = {
-    ("forward", False, 2): (
-        # 16384 x 12000: 96.8% (93.6%).
-        (12288, Schedule(1, 4096, 4096, 8)),
-        # 4096 x 16384: 88.3% (88.3%); 8192 x 20011: 88.8% (88.8%).
-        (20480, Schedule(1, 8192, 8192, 8)),
-        # 8192 x 24576: 94.4% (93.0%); 8192 x 32000: 95.1% (94.0%).
-        (32768, Schedule(1, 8192, 8192, 16)),
-        # 8192 x 50257: 81.5%, H100 95.3% (81.7%, H100 86.5%); 4096 x 65536: 93.7% (89.5%); 4096 x 100352: 81.7%.
-        (112640, Schedule(1, 16384, 16384, 16)),
-        # 4096 x 128256: 85.5% (79.8%); 4096 x 151936: 83.5% (77.0%).
-        (None, Schedule(1, 32768, 32768, 32)),
-    ),
-    ("forward", True, 2): (
-        (12288, Schedule(1, 4096, 4096, 8)),
-        # 4096 x 16384: 88.5% (89.6%); 8192 x 20011: 92.3% (90.1%).
-        (20480, Schedule(1, 8192, 8192, 8)),
-        # 8192 x 32000: 97.6% (97.1%).
-        (32768, Schedule(1, 8192, 8192, 16)),
-        # 8192 x 50257: 86.8% (84.6%); 4096 x 65536: 95.3% (92.1%).
-        (112640, Schedule(1, 16384, 16384, 16)),
-        # 4096 x 128256: 92.5% (80.9%).
-        (None, Schedule(1, 32768, 32768, 32)),
-    ),
+    ("forward", False, 2): _FORWARD_2_BYTES,
+    ("forward", True, 2): _FORWARD_2_BYTES,
     ("backward", False, 2): (
         # 16384 x 12000: 99.9% (102.2% with a block that leaves 8193 columns 77.6%); 8192 x 8193: 94.7% (95.1%).
         (12288, Schedule(1, 4096, 4096, 8)),
-        # 4096 x 16384: 95.7% (96.1%); 8192 x 20011: 98.3% (96.9%).
+        # 4096 x 16384: 95.7% (whole 93%); 8192 x 20011: 98.3% (96.9%).
         (20480, Schedule(1, 8192, 8192, 8)),
         # 8192 x 24576: 101.3% (99.1%); 8192 x 32000: 99.7% (95.3%).
         (32768, Schedule(1, 8192, 8192, 16)),
@@ -331,6 +391,8 @@ _LOOPS = {
     ("backward", True, 2): (
         # 16384 x 12000: 96.0% (97.2%); 8192 x 8193: 91.3% (91.0%).
         (12288, Schedule(1, 4096, 4096, 8)),
+        # 97%, in the loop 92%.
+        (16384, _WHOLE_16384),
         # 8192 x 20011: 94.9% (96.4%).
         (20480, Schedule(1, 8192, 8192, 8)),
         # 8192 x 24576: 96.7% (95.0%); 8192 x 32000: 98.0% (97.5%); 8192 x 50257: 98.4% (96.8%).
@@ -338,43 +400,22 @@ _LOOPS = {
         # 4096 x 65536: 97.1% (96.4%); 4096 x 100352: 100.3% (95.4%); 4096 x 128256: 98.5% (94.9%).
         (None, Schedule(1, 32768, 32768, 32)),
     ),
-    ("forward", False, 4): (
-        # 16384 x 12000: 97.8% (96.5%).
-        (12288, Schedule(1, 4096, 4096, 16)),
-        # 4096 x 24576: 95.8% (95.6%); 4096 x 32768: 96.2% (96.1%).
-        (32768, Schedule(1, 16384, 16384, 16)),
-        # 2048 x 65536: 93.6% (90.2%); 2048 x 128256: 80.4% (77.8%).
-        (None, Schedule(1, 32768, 32768, 32)),
-    ),
-    ("forward", True, 4): (
-        (12288, Schedule(1, 4096, 4096, 16)),
-        (32768, Schedule(1, 16384, 16384, 16)),
-        (None, Schedule(1, 32768, 32768, 32)),
-    ),
-    ("backward", False, 4): (
-        # 16384 x 12000: 102.0% (102.0%).
-        (12288, Schedule(1, 8192, 8192, 16)),
-        # 4096 x 24576: 100.2% (97.2%); 4096 x 32768: 100.4% (100.8%); 2048 x 65536: 79.8% (80.3%).
-        (None, Schedule(1, 16384, 16384, 32)),
-    ),
-    ("backward", True, 4): (
-        # 16384 x 12000: 100.0% (99.6%).
-        (12288, Schedule(1, 8192, 8192, 16)),
-        # 4096 x 32768: 98.0% (97.8%); 2048 x 65536: 96.6% (96.7%); 2048 x 128256: 84.4% (84.3%).
-        (None, Schedule(1, 16384, 16384, 32)),
-    ),
+    ("forward", False, 4): _FORWARD_4_BYTES,
+    ("forward", True, 4): _FORWARD_4_BYTES,
+    ("backward", False, 4): _BACKWARD_4_BYTES,
+    ("backward", True, 4): _BACKWARD_4_BYTES,
 }
 
 
 @functools.cache
 def _schedule(direction: str, classes: int, log: bool, size: int) -> Schedule:
     """The schedule of rows of `classes` elements of `size` bytes."""
-    case = direction, log, size
-    if classes <= _WHOLE or (classes in _WHOLE_AGAIN and case not in _LOOP_AT_16384):
+    if classes <= _WHOLE:
         block = triton.next_power_of_2(classes)
         # 2048 columns have 90% with 1 or 4 warps; the latter gain more from the hints' absence (H200).
         return Schedule(max(1, _PER_WARP // block), block, 0, 4 if block == 2048 else max(1, block // _PER_WARP))
-    return next(schedule for widest, schedule in _LOOPS[case] if widest is None or classes <= widest)
+    table = _LOOPS[direction, log, size]
+    return next(schedule for widest, schedule in table if widest is None or classes <= widest)
 
 
 def _vectors_and_edges(rows: int, classes: int, places: list[tuple[int, int, int]]) -> tuple[int, bool]:
@@ -442,12 +483,14 @@ def _plan(
 ) -> _Plan:  # fmt: skip
     refuse_float64(*dtypes)
     size = max(dtype.itemsize for dtype in dtypes)
-    rows_each, block, hold, warps = _schedule(direction, classes, LOG, size)
+    rows_each, block, hold, warps, ahead = _schedule(direction, classes, LOG, size)
     vector, edges = _vectors_and_edges(rows, classes, places)
     key, threads = (device.index, *dtypes), 32 * warps
     whole, loop = _KERNELS[direction]
     if hold:
-        return _Plan(prepared(loop, key, (LOG, block, hold, threads, vector, edges), threads), rows, (classes,))
+        of_forward = (ahead,) if direction == "forward" else ()
+        constants = LOG, block, hold, *of_forward, threads, vector, edges
+        return _Plan(prepared(loop, key, constants, threads), rows, (classes,))
     launch = prepared(whole, key, (LOG, rows_each, block, vector, edges), threads)
     return _Plan(launch, -(-rows // rows_each), (rows, classes))
 

@@ -63,8 +63,15 @@ def publish(words_ptr, row, value, live):
 
 
 @triton.jit
-def _all_known(words, needed):
-    return tl.min(tl.min(tl.where(needed, (words != 0).to(tl.int32), 1), 1), 0) == 1
+def _taken(word_ptr, needed, there):
+    """The words `there`, once those `needed` are known; left at 0."""
+    words = tl.load(word_ptr, mask=there, other=0, volatile=True)
+    while tl.max(tl.ravel((needed & (words == 0)).to(tl.int32)), 0) == 1:
+        words = tl.load(word_ptr, mask=there, other=0, volatile=True)
+    # Each warp reads all words for itself where they are fewer than lanes.
+    tl.debug_barrier()
+    tl.store(word_ptr, tl.zeros(words.shape, words.dtype), mask=there)
+    return words
 
 
 @triton.jit
@@ -84,10 +91,7 @@ def sum_slice(words_ptr, row, rows, LANES: tl.constexpr):
             rows_here = block_columns(start, 4 * LANES, 4 * LANES)
             inside = rows_here < tl.cdiv(end, 4) * 4
             row_ptr = vectors(_row_words(words_ptr), rows_here, 4)
-            words = tl.load(row_ptr, mask=inside, other=0, volatile=True)
-            while not _all_known(words, rows_here < end):
-                words = tl.load(row_ptr, mask=inside, other=0, volatile=True)
-            tl.store(row_ptr, tl.zeros(words.shape, tl.int32), mask=inside)
+            words = _taken(row_ptr, rows_here < end, inside)
             of_live = (words != 0) & (words != _IGNORED)
             totals += lane_sum(tl.where(of_live, (words ^ _SIGN).to(tl.float32, bitcast=True), 0.0), LANES)
             live += lane_sum(of_live.to(tl.int32), LANES)
@@ -101,11 +105,6 @@ def sum_of_slices(words_ptr, rows):
     _, slices = _slices(rows)
     number = tl.arange(0, _SLICES)
     there = number < slices
-    words = tl.load(words_ptr + number, mask=there, other=1, volatile=True)
-    while tl.min(words, 0) == 0:
-        words = tl.load(words_ptr + number, mask=there, other=1, volatile=True)
-    # Each warp has read all words for itself.
-    tl.debug_barrier()
-    tl.store(words_ptr + number, tl.zeros((_SLICES,), tl.int64), mask=there)
+    words = _taken(words_ptr + number, there, there)
     totals = tl.where(there, words.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
     return tl.sum(totals, 0), tl.sum(tl.where(there, (words >> 32) - 1, 0), 0)

@@ -1,0 +1,73 @@
+"""Rows at the ends of a dtype's range, where a logit times log2(e) overflows float32, and rows far from zero."""
+
+import loss_core
+import pytest
+import torch
+
+# Rows of one block and of several, in vectors and not.
+WIDTHS = [40, 1003, 9001, 33000]
+
+
+def extreme_rows(classes, dtype):
+    """Masks made with the least number, alone, beside logits and beside -inf; the largest number; shifted logits."""
+    least, most = torch.finfo(dtype).min, torch.finfo(dtype).max
+    x = torch.randn(11, classes)
+    x[0] = least
+    x[1, : classes // 2] = least
+    x[2, 1:] = least
+    x[3, ::3], x[3, 1::3] = least, -torch.inf
+    x[4, 5] = most
+    x[5, 7::2] = most
+    x[6, 0], x[6, -1] = least, most
+    # The last elements apart from the others, for they are summed last.
+    x[7, :-3], x[7, -3:] = least, least / 2
+    x[8, :-3], x[8, -3:] = most, most / 2
+    x[9] -= 3e4
+    x[10] += 1e4
+    return x.to(dtype)
+
+
+def wanted_loss(exact, target):
+    return torch.nn.functional.cross_entropy(exact, target, reduction="none")
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize("classes", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cross_entropy(dtype, classes, gradient, backend, device):
+    x = extreme_rows(classes, dtype)
+    target = torch.randint(classes, (len(x),))
+    target[4], target[6] = 5, 0
+    exact = x.double().requires_grad_()
+    losses = wanted_loss(exact, target)
+    # Row by row, for the sum of all would be inf.
+    for row in range(len(x)):
+        logits = x[row : row + 1].to(device).requires_grad_(gradient)
+        loss = loss_core.cross_entropy(logits, target[row : row + 1].to(device), backend=backend)
+        wanted = losses[row].detach().to(torch.float32)
+        torch.testing.assert_close(
+            loss.detach().cpu(), wanted, rtol=4e-6, atol=1e-6, msg=lambda m, row=row: f"row {row}: {m}"
+        )
+        if gradient:
+            (grad,) = torch.autograd.grad(loss, logits)
+            (truth,) = torch.autograd.grad(losses[row], exact, retain_graph=True)
+            close(grad[0], truth[row], dtype, row)
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("classes", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_softmax(dtype, classes, op, backend, device):
+    x = extreme_rows(classes, dtype)
+    result = getattr(loss_core, op)(x.to(device), -1, backend=backend)
+    truth = getattr(torch, op)(x.double(), -1)
+    for row in range(len(x)):
+        close(result[row], truth[row].to(torch.float32), dtype, row, 1e-6 if op == "log_softmax" else 1e-9)
+
+
+def close(actual, truth, dtype, row, absolute=1e-9):
+    # Exponents are rounded to float32, up to 30 of them matter; the interpreter truncates narrow dtypes.
+    relative = 4e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        actual.detach().cpu().double(), truth.double().to(dtype).double(), rtol=relative, atol=absolute,
+    )  # fmt: skip
