@@ -31,10 +31,11 @@ def wanted_loss(exact, target):
     return torch.nn.functional.cross_entropy(exact, target, reduction="none")
 
 
-@pytest.mark.parametrize("gradient", [True, False])
+# The gradient in the forward, no gradient, and the backward that computes it from the logits once more.
+@pytest.mark.parametrize(("gradient", "reduction"), [(True, "mean"), (False, "mean"), (True, "none")])
 @pytest.mark.parametrize("classes", WIDTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_cross_entropy(dtype, classes, gradient, backend, device):
+def test_cross_entropy(dtype, classes, gradient, reduction, backend, device):
     x = extreme_rows(classes, dtype)
     target = torch.randint(classes, (len(x),))
     target[4], target[6] = 5, 0
@@ -43,7 +44,9 @@ def test_cross_entropy(dtype, classes, gradient, backend, device):
     # Row by row, for the sum of all would be inf.
     for row in range(len(x)):
         logits = x[row : row + 1].to(device).requires_grad_(gradient)
-        loss = loss_core.cross_entropy(logits, target[row : row + 1].to(device), backend=backend)
+        loss = loss_core.cross_entropy(
+            logits, target[row : row + 1].to(device), reduction=reduction, backend=backend
+        ).squeeze()
         wanted = losses[row].detach().to(torch.float32)
         torch.testing.assert_close(
             loss.detach().cpu(), wanted, rtol=4e-6, atol=1e-6, msg=lambda m, row=row: f"row {row}: {m}"

@@ -158,9 +158,12 @@ def loss_denominator_lse(memory, case):
 def exact(case):
     target = torch.tensor(case.targets())
     x = torch.tensor(case.logits()).double().requires_grad_()
-    lse = (case.scale * x).logsumexp(-1)
+    # From the maximum: far from zero float64 has no digits to spare either.
+    top = x.detach().max(-1, keepdim=True).values
+    of_row = case.scale * (x - top)
+    lse = of_row.logsumexp(-1) + case.scale * top[:, 0]
     live, beyond = target != IGNORED, (target != IGNORED) & ((target < 0) | (target >= case.cols))
-    each = functional.cross_entropy(case.scale * x, target.masked_fill(beyond, 0), reduction="none")
+    each = functional.cross_entropy(of_row, target.masked_fill(beyond, 0), reduction="none")
     each = torch.where(live, each + case.z_loss * lse**2, 0.0)
     (grad,) = torch.autograd.grad(each.sum(), x)
     each, grad = each.detach().masked_fill(beyond, np.nan), grad.masked_fill(beyond[:, None], np.nan)
@@ -264,6 +267,29 @@ def test_counts_that_come_after_the_announcement_are_found_out(monkeypatch):
         workspace = [0] * (2 * _workspace.RING_WORKSPACE_WORDS)
         with pytest.raises(AssertionError, match="in no order"):
             launch(monkeypatch, Case(RINGS[1], 2, 5, 24, False), seed, 2, workspace, Late)
+
+
+class Far(Case):
+    """Rows far from zero, whose target has their maximum."""
+
+    def logits(self):
+        random = np.random.default_rng(self.cols)
+        largest = np.finfo(float32).max
+        x = 3 * random.standard_normal((self.rows, self.cols))
+        x[:8] += np.array([0.0, 1e4, -1e4, 1e6, -1e9, 1.2e9, -(2.0**32), 1e30])[:, None]
+        x[8:11] = np.array([-largest, 7.0, largest])[:, None]
+        for row, target in enumerate(self.targets()):
+            x[row, target] = x[row].max()
+        # Ties, masks and what is left of a row.
+        x[10, 3:] = -1.0
+        x[9, 1:20] = -largest
+        return x.clip(-largest, largest).astype(float32)
+
+
+@rings
+@gradients
+def test_rows_far_from_zero(monkeypatch, gradient, ring):
+    check(monkeypatch, Far(ring, 2, 11, 140, gradient, "sum", ignored="none", scale=0.5), seeds=1)
 
 
 @pytest.mark.parametrize("ring", [RINGS[1], RINGS[3]], ids=["block", "cluster"])
