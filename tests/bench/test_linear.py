@@ -633,13 +633,13 @@ def test_a_narrow_table_keeps_the_memory(report, width):
 
 
 def test_the_summary_has_time_share_and_memory(report):
-    (table,) = summary_tables(report, "forward+backward")
+    (table,) = summary_tables(report, ["forward+backward"])
     assert table.title == "linear_cross_entropy forward+backward: median ms (share of the limit); peak MiB"
     assert table.columns[0] == "rows x hidden x classes"
     cells = ["8192 x 4096 x 128256", "bfloat16", "39.200 (82%); 4946", "45.100 (71%); 1068"]
     assert table.lines == [cells]
     # One that lacks the op has no column unless it is named.
-    (named,) = summary_tables(report, "forward+backward", ["torch-nn", "lean", "ours"])
+    (named,) = summary_tables(report, ["forward+backward"], ["torch-nn", "lean", "ours"])
     assert named.lines == [[*cells, "refuses"]]
     assert "MiB: the peak beyond the inputs" in table.notes[0]
 

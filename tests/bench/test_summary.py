@@ -1,8 +1,8 @@
-"""The small table of one pass, and that the README's is the one of the committed results."""
+"""The small tables of passes, and that the READMEs' are those of the committed results."""
 
 from __future__ import annotations
 
-import json
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -82,7 +82,7 @@ def test_pass_and_columns_are_chosen(report, tmp_path):
 )
 def test_reasons_in_a_word(make_row, status, reason, word):
     (table,) = summary_tables(
-        Report({"device": "fake"}, rows=[make_row(status=status, reason=reason)]), "forward+backward"
+        Report({"device": "fake"}, rows=[make_row(status=status, reason=reason)]), ["forward+backward"]
     )
     assert table.lines == [["4 x 8", "float32", word]]
 
@@ -94,7 +94,7 @@ def test_what_is_not_the_same_measurement_has_a_table_of_its_own(make_row):
         make_row(median_ms=3.0, op="softmax"),
         make_row(median_ms=4.0, device="other"),
     ]
-    tables = summary_tables(Report({"device": "fake"}, rows=rows), "forward+backward")
+    tables = summary_tables(Report({"device": "fake"}, rows=rows), ["forward+backward"])
     assert [(table.title, table.lines[0][2]) for table in tables] == [
         ("cross_entropy forward+backward on fake: median ms", "1.000"),
         ("cross_entropy forward+backward z_loss=0.1 on fake: median ms", "2.000"),
@@ -106,10 +106,15 @@ def test_what_is_not_the_same_measurement_has_a_table_of_its_own(make_row):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--pass", "no-grad"], "--pass and --backends go with --summary"),
-        (["--backends", "ours"], "--pass and --backends go with --summary"),
+        (["--pass", "no-grad"], "--pass, --op and --backends go with --summary"),
+        (["--backends", "ours"], "--pass, --op and --backends go with --summary"),
         (["--summary", "s.md", "--pass", "sideways"], "unknown pass 'sideways'"),
         (["--summary", "s.md", "--pass", "backward"], "no rows of pass 'backward' to summarize; there are: forward+"),
+        (
+            ["--summary", "s.md", "--op", "softmax"],
+            "no rows of op 'softmax' to summarize; there are: cross_entropy",
+        ),
+        (["--summary", "s.md", "--op", "sigmoid"], "unknown op 'sigmoid'"),
         (
             ["--summary", "s.md", "--backends", "nobody"],
             "no rows of backend 'nobody' to summarize; there are: torch-nn",
@@ -123,40 +128,48 @@ def test_mistakes_are_named(report, words, message, tmp_path, monkeypatch):
     assert not (tmp_path / "s.md").exists()
 
 
-@pytest.mark.parametrize("card", ["h100", "h200"])
-def test_the_tables_of_the_readme_are_those_of_the_committed_results(card, tmp_path):
-    written = tmp_path / "table.md"
-    columns = "torch-nn,torch-compile,quack,triton,cutedsl"
-    files = [f"benchmarks/results/cross_entropy-{name}{card}.json" for name in ("", "8192-")]
-    summarize(*[ROOT / file for file in files], "--summary", written, "--backends", columns)
-    of_card = next(part for part in speed_of_the_readme().split("\nOn an ") if part.startswith(card.upper()))
-    of_card = of_card.split("\nSoftmax, ")[0]
-    assert table_lines(of_card) == table_lines(written.read_text()), (
-        f"make it again: loss-bench report {' '.join(files)} --quiet --summary FILE --backends {columns}"
-    )
-
-
-def test_the_softmax_table_of_the_readme_is_that_of_the_committed_results():
-    """Shares of the limit in whole per cent, forward / backward, of bfloat16."""
-    shares = {}
-    for card in ("h200", "h100"):
-        for name in ("seeds", "softmax"):
-            data = json.loads((ROOT / f"benchmarks/results/{name}-{card}.json").read_text())
-            for row in data["rows"]:
-                if (row["op"], row["dtype"]) == ("softmax", "bfloat16") and row["copy_share"]:
-                    key = f"{row['rows']} x {row['classes']}", card, row["backend"], row["pass"]
-                    shares[key] = 100 * row["copy_share"]
-    columns = [
-        (card, backend) for card in ("h200", "h100") for backend in ("torch-compile", "quack", "triton", "cutedsl")
+def test_several_passes_side_by_side_are_shares(make_row, tmp_path):
+    rows = [
+        make_row(copy_share=0.246),
+        make_row(pass_="no-grad", copy_share=1.004),
+        make_row(backend="off", status="wrong", reason="gradient is NaN"),
+        make_row(backend="off", pass_="no-grad", status="wrong", reason="result is NaN"),
+        make_row(backend="half", copy_share=0.5),
+        make_row(backend="half", pass_="no-grad", status="crashed", reason="SIGSEGV"),
+        make_row(backend="alone", copy_share=0.75),
+        make_row(op="softmax", copy_share=0.9),
     ]
-    table = table_lines(speed_of_the_readme().split("\nSoftmax, ")[1])
-    assert len(table) == 7
-    for line in table[2:]:
-        case, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        for (card, backend), cell in zip(columns, cells, strict=True):
-            forward, backward = (shares[case, card, backend, direction] for direction in ("forward", "backward"))
-            assert cell == f"{forward:.0f} / {backward:.0f}%", (case, card, backend)
+    Report({"device": "fake"}, rows=rows).write(tmp_path / "r.json")
+    words = [tmp_path / "r.json", "--summary", tmp_path / "s.md", "--pass", "forward+backward,no-grad"]
+    summarize(*words, "--op", "cross_entropy")
+    text = (tmp_path / "s.md").read_text()
+    assert text.startswith("### cross_entropy forward+backward / no-grad: share of the limit\n")
+    assert table_lines(text) == [
+        "| rows x classes | dtype | torch-nn | off | half | alone |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+        "| 4 x 8 | float32 | 25% / 100% | NaN | 50% / crashes | 75% / - |",
+    ]
 
 
-def speed_of_the_readme():
-    return (ROOT / "README.md").read_text().split("\n## Speed\n")[1].split("\n## ")[0]
+def load_tables():
+    spec = importlib.util.spec_from_file_location("benchmarks_tables", ROOT / "benchmarks" / "tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["README.md", "packages/loss-triton/README.md", "packages/loss-cutedsl/README.md"])
+def test_the_tables_of_a_readme_are_those_of_the_committed_results(name):
+    tables, path = load_tables(), ROOT / name
+    assert path in tables.READMES
+    text = path.read_text()
+    assert tables.remade(text) == text, "python benchmarks/tables.py makes them again"
+    # Nothing is said of a card without such a table.
+    assert text.count("<!-- loss-bench report") == text.count("| rows x classes |") >= 4
+
+
+def test_a_table_that_is_not_of_the_results_is_made_again():
+    tables = load_tables()
+    text = (ROOT / "README.md").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("| 8192 x 32000 |"))
+    assert tables.remade(text.replace(line, line.replace("0.", "9."))) == text

@@ -520,8 +520,13 @@ def report_command(
         Path | None, typer.Option("--summary", help="Write a small Markdown table of one pass: cases x backends.")
     ] = None,
     pass_: Annotated[
-        str | None, typer.Option("--pass", help=f"That pass, of {', '.join(cases.PASSES)}; default: forward+backward.")
+        list[str] | None,
+        typer.Option(
+            "--pass",
+            help=f"That pass, of {', '.join(cases.PASSES)}; default: forward+backward. Of several: shares.",
+        ),
     ] = None,
+    op: Annotated[list[str] | None, typer.Option("--op", help="Its ops; default: all.")] = None,
     backends: Annotated[
         list[str] | None, typer.Option("--backends", help="Its columns, in this order; default: all that can run.")
     ] = None,
@@ -536,16 +541,21 @@ def report_command(
       loss-bench report results.json --quiet --markdown tables.md --csv rows.csv --plots plots
 
       loss-bench report results.json --quiet --summary table.md --pass no-grad --backends torch-nn,triton
+
+      loss-bench report results.json --quiet --summary table.md --op softmax --pass forward,backward
     """
     try:
-        if summary is None and (pass_ is not None or backends):
-            raise ValueError("--pass and --backends go with --summary")
-        pass_ = pass_ or "forward+backward"
-        check_choice("pass", pass_, cases.PASSES)
+        if summary is None and (pass_ or op or backends):
+            raise ValueError("--pass, --op and --backends go with --summary")
+        passes, ops = cases.words(pass_) or ["forward+backward"], cases.words(op)
+        for name in passes:
+            check_choice("pass", name, cases.PASSES)
+        for name in ops:
+            check_choice("op", name, cases.OPS)
         check_writable(markdown, csv, html, json_file, summary, plots and plots / "plot.svg")
         found = merge([read_report(path) for path in results])
         if summary is not None:
-            files.write(summary, report.summary_markdown(found, pass_, cases.words(backends)))
+            files.write(summary, report.summary_markdown(found, passes, cases.words(backends), ops))
     except ValueError as error:
         raise mistake(error) from error
     if not quiet:

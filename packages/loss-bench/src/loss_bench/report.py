@@ -315,9 +315,11 @@ def to_markdown(report: Report) -> str:
     return "\n".join(lines + [f"- {line}" for line in footnotes(report)]) + "\n"
 
 
-def summary_markdown(report: Report, pass_: str, backends: Sequence[str] = ()) -> str:
+def summary_markdown(
+    report: Report, passes: Sequence[str], backends: Sequence[str] = (), ops: Sequence[str] = ()
+) -> str:
     """The tables of ``summary`` as Markdown; arguments and exceptions are those of ``summary_tables``."""
-    return "\n".join(_text_tables_markdown(summary_tables(report, pass_, backends)))
+    return "\n".join(_text_tables_markdown(summary_tables(report, passes, backends, ops)))
 
 
 def _text_tables_markdown(tables: Iterable[TextTable]) -> list[str]:

@@ -1,4 +1,4 @@
-"""One pass of a run at a glance: a line for each case, a column for each backend."""
+"""One pass of a run at a glance, or several: a line for each case, a column for each backend."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from loss_bench.cases import LINEAR, shape_title, written_shape
 from loss_bench.results import INPUTS_TOO_LARGE, OUT_OF_MEMORY, Report, Row
-from loss_bench.tables import NOTHING, TextTable, number, takes_no_part, title_of
+from loss_bench.tables import NOTHING, TextTable, joined, number, on_device, takes_no_part
 
 _WORDS = {
     "wrong": "wrong",
@@ -24,26 +24,37 @@ _LINEAR_LIMIT = (
 )
 
 
-def summary_tables(report: Report, pass_: str, backends: Sequence[str] = ()) -> list[TextTable]:
-    """A table for each op, options and device that has rows of `pass_`.
+def summary_tables(
+    report: Report, passes: Sequence[str], backends: Sequence[str] = (), ops: Sequence[str] = ()
+) -> list[TextTable]:
+    """A table for each op, options and device that has rows of `passes`: of one its times, of several their shares.
 
     Args:
         report: what was measured.
-        pass_: of ``cases.PASSES``.
+        passes: of ``cases.PASSES``.
         backends: the columns; none for all that can run somewhere, in order of appearance.
+        ops: of ``cases.OPS``; none for all.
 
     Raises:
-        ValueError: if there is no row of `pass_`, or none of one of `backends`.
+        ValueError: if there is no row of one of `ops`, `passes` or `backends`.
     """
-    rows = [row for row in report.rows if row.pass_ == pass_]
-    if not rows:
-        there = ", ".join(dict.fromkeys(row.pass_ for row in report.rows)) or "none"
-        raise ValueError(f"no rows of pass {pass_!r} to summarize; there are: {there}")
+    rows = _only(report.rows, "op", "op", ops)
+    rows = _only(rows, "pass", "pass_", passes)
     columns = _columns(rows, backends)
     found: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(title_of(report, row), []).append(row)
-    return [_table(title, members, columns) for title, members in found.items()]
+        title = joined(row.op, " / ".join(passes), row.options, on_device(report, row.device))
+        found.setdefault(title, []).append(row)
+    make = _table if len(passes) == 1 else _shares_table
+    return [make(title, members, columns, passes) for title, members in found.items()]
+
+
+def _only(rows: Sequence[Row], what: str, field: str, wanted: Sequence[str]) -> list[Row]:
+    there = list(dict.fromkeys(getattr(row, field) for row in rows))
+    for name in wanted:
+        if name not in there:
+            raise ValueError(f"no rows of {what} {name!r} to summarize; there are: {', '.join(there) or 'none'}")
+    return [row for row in rows if not wanted or getattr(row, field) in wanted]
 
 
 def _columns(rows: Sequence[Row], wanted: Sequence[str]) -> list[str]:
@@ -54,12 +65,42 @@ def _columns(rows: Sequence[Row], wanted: Sequence[str]) -> list[str]:
     return list(wanted) or list(dict.fromkeys(row.backend for row in rows if not takes_no_part(row)))
 
 
-def _table(title: str, rows: Sequence[Row], backends: Sequence[str]) -> TextTable:
-    cases: dict[tuple[str, str], dict[str, Row]] = {}
+def _by_case(rows: Sequence[Row]) -> dict[tuple[str, str], dict[tuple[str, str], Row]]:
+    """The rows of each shape and dtype, by backend and pass."""
+    cases: dict[tuple[str, str], dict[tuple[str, str], Row]] = {}
     for row in rows:
         shape = written_shape(row.rows, row.classes, row.hidden, " x ")
-        cases.setdefault((shape, row.dtype), {})[row.backend] = row
-    lines = [[*labels, *(_cell(members.get(name)) for name in backends)] for labels, members in cases.items()]
+        cases.setdefault((shape, row.dtype), {})[row.backend, row.pass_] = row
+    return cases
+
+
+def _shares_table(title: str, rows: Sequence[Row], backends: Sequence[str], passes: Sequence[str]) -> TextTable:
+    lines = [
+        [*labels, *(_shares([members.get((name, pass_)) for pass_ in passes]) for name in backends)]
+        for labels, members in _by_case(rows).items()
+    ]
+    columns = [shape_title(row.hidden for row in rows), "dtype", *backends]
+    notes = [_LINEAR_LIMIT if rows[0].op in LINEAR else _LIMIT]
+    return TextTable(f"{title}: share of the limit", columns, lines, words=(0, 1), notes=notes)
+
+
+def _shares(rows: Sequence[Row | None]) -> str:
+    """Those of a case's passes, or what is the same of all."""
+    cells = [
+        NOTHING if row is None or (row.status == "ok" and row.limit_share is None)
+        else f"{row.limit_share:.0%}" if row.status == "ok"
+        else _in_a_word(row)
+        for row in rows
+    ]  # fmt: skip
+    return cells[0] if len(set(cells)) == 1 and "%" not in cells[0] else " / ".join(cells)
+
+
+def _table(title: str, rows: Sequence[Row], backends: Sequence[str], passes: Sequence[str]) -> TextTable:
+    (pass_,) = passes
+    lines = [
+        [*labels, *(_cell(members.get((name, pass_))) for name in backends)]
+        for labels, members in _by_case(rows).items()
+    ]
     columns = [shape_title(row.hidden for row in rows), "dtype", *backends]
     if all(row.limit_share is None for row in rows):
         return TextTable(f"{title}: median ms", columns, lines, words=(0, 1))
