@@ -5,7 +5,7 @@ import pytest
 import torch
 
 # Rows of one block and of several, in vectors and not.
-WIDTHS = [40, 1003, 9001, 33000]
+WIDTHS = [40, 9001, 33000]
 
 
 def extreme_rows(classes, dtype):

@@ -141,7 +141,7 @@ def test_a_backend_that_lacks_the_op_is_a_note_and_no_line(make_row):
     assert not any("other" in line for line in lines)
     assert any("picky" in line and "n/a" in line for line in lines)
     assert "not run: other: has no softmax" in text
-    (table,) = summary_tables(report, "forward+backward")
+    (table,) = summary_tables(report, ["forward+backward"])
     assert "other" not in table.columns
     assert "picky" in table.columns
 
