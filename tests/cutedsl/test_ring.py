@@ -286,7 +286,7 @@ class Far(Case):
         return x.clip(-largest, largest).astype(float32)
 
 
-@rings
+@pytest.mark.parametrize("ring", [RINGS[1], RINGS[3]], ids=["block", "cluster"])
 @gradients
 def test_rows_far_from_zero(monkeypatch, gradient, ring):
     check(monkeypatch, Far(ring, 2, 11, 140, gradient, "sum", ignored="none", scale=0.5), seeds=1)
