@@ -45,68 +45,60 @@ def summary_tables(
     for row in rows:
         title = joined(row.op, " / ".join(passes), row.options, on_device(report, row.device))
         found.setdefault(title, []).append(row)
-    make = _table if len(passes) == 1 else _shares_table
-    return [make(title, members, columns, passes) for title, members in found.items()]
+    return [_table(title, members, columns, passes) for title, members in found.items()]
 
 
-def _only(rows: Sequence[Row], what: str, field: str, wanted: Sequence[str]) -> list[Row]:
+def _check_there(rows: Sequence[Row], what: str, field: str, wanted: Sequence[str]) -> None:
     there = list(dict.fromkeys(getattr(row, field) for row in rows))
     for name in wanted:
         if name not in there:
             raise ValueError(f"no rows of {what} {name!r} to summarize; there are: {', '.join(there) or 'none'}")
+
+
+def _only(rows: Sequence[Row], what: str, field: str, wanted: Sequence[str]) -> list[Row]:
+    _check_there(rows, what, field, wanted)
     return [row for row in rows if not wanted or getattr(row, field) in wanted]
 
 
 def _columns(rows: Sequence[Row], wanted: Sequence[str]) -> list[str]:
-    there = list(dict.fromkeys(row.backend for row in rows))
-    for name in wanted:
-        if name not in there:
-            raise ValueError(f"no rows of backend {name!r} to summarize; there are: {', '.join(there)}")
+    _check_there(rows, "backend", "backend", wanted)
     return list(wanted) or list(dict.fromkeys(row.backend for row in rows if not takes_no_part(row)))
 
 
-def _by_case(rows: Sequence[Row]) -> dict[tuple[str, str], dict[tuple[str, str], Row]]:
-    """The rows of each shape and dtype, by backend and pass."""
+def _table(title: str, rows: Sequence[Row], backends: Sequence[str], passes: Sequence[str]) -> TextTable:
     cases: dict[tuple[str, str], dict[tuple[str, str], Row]] = {}
     for row in rows:
         shape = written_shape(row.rows, row.classes, row.hidden, " x ")
         cases.setdefault((shape, row.dtype), {})[row.backend, row.pass_] = row
-    return cases
-
-
-def _shares_table(title: str, rows: Sequence[Row], backends: Sequence[str], passes: Sequence[str]) -> TextTable:
+    cell = _cell if len(passes) == 1 else _shares
     lines = [
-        [*labels, *(_shares([members.get((name, pass_)) for pass_ in passes]) for name in backends)]
-        for labels, members in _by_case(rows).items()
+        [*labels, *(cell(*(members.get((name, pass_)) for pass_ in passes)) for name in backends)]
+        for labels, members in cases.items()
     ]
     columns = [shape_title(row.hidden for row in rows), "dtype", *backends]
-    notes = [_LINEAR_LIMIT if rows[0].op in LINEAR else _LIMIT]
-    return TextTable(f"{title}: share of the limit", columns, lines, words=(0, 1), notes=notes)
+    linear = rows[0].op in LINEAR
+    notes = [_LINEAR_LIMIT if linear else _LIMIT]
+    if len(passes) > 1:
+        what = "share of the limit"
+    elif all(row.limit_share is None for row in rows):
+        what, notes = "median ms", []
+    else:
+        what = "median ms (share of the limit)" + ("; peak MiB" if linear else "")
+    return TextTable(f"{title}: {what}", columns, lines, words=(0, 1), notes=notes)
 
 
-def _shares(rows: Sequence[Row | None]) -> str:
+def _shares(*rows: Row | None) -> str:
     """Those of a case's passes, or what is the same of all."""
-    cells = [
-        NOTHING if row is None or (row.status == "ok" and row.limit_share is None)
-        else f"{row.limit_share:.0%}" if row.status == "ok"
-        else _in_a_word(row)
-        for row in rows
-    ]  # fmt: skip
+    cells = [_share(row) for row in rows]
     return cells[0] if len(set(cells)) == 1 and "%" not in cells[0] else " / ".join(cells)
 
 
-def _table(title: str, rows: Sequence[Row], backends: Sequence[str], passes: Sequence[str]) -> TextTable:
-    (pass_,) = passes
-    lines = [
-        [*labels, *(_cell(members.get((name, pass_))) for name in backends)]
-        for labels, members in _by_case(rows).items()
-    ]
-    columns = [shape_title(row.hidden for row in rows), "dtype", *backends]
-    if all(row.limit_share is None for row in rows):
-        return TextTable(f"{title}: median ms", columns, lines, words=(0, 1))
-    linear = rows[0].op in LINEAR
-    what = "median ms (share of the limit)" + ("; peak MiB" if linear else "")
-    return TextTable(f"{title}: {what}", columns, lines, words=(0, 1), notes=[_LINEAR_LIMIT if linear else _LIMIT])
+def _share(row: Row | None) -> str:
+    if row is None:
+        return NOTHING
+    if row.status != "ok":
+        return _in_a_word(row)
+    return NOTHING if row.limit_share is None else f"{row.limit_share:.0%}"
 
 
 def _cell(row: Row | None) -> str:
