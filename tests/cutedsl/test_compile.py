@@ -66,39 +66,39 @@ def test_forward_with_gradient(machine, variant):
     vectors, ragged = shape(variant[1], variant[0])
     schedule = _schedule.held(machine, vectors, 1, cross_entropy.ENTRY_WORDS, ragged, _schedule.MEASURED_GRADIENT)
     plan = make_forward(machine, variant, schedule, True)
-    assert plan.most_blocks % schedule.cluster == 0
+    assert plan.grid(10**6)[0] % schedule.cluster == 0
 
 
 # dtype, classes, bits of a target, scalar, gradient
-RINGS = [
-    (BF16, 32000, 64, True, True),
+PLAIN = [
+    (BF16, 2048, 64, True, True),
     (FP16, 8192, 32, True, True),
-    (BF16, 50257, 8, True, True),
-    (BF16, 128256, 64, True, True),
+    (BF16, 16001, 8, True, True),
+    (BF16, 32000, 64, True, False),
     (FP32, 50257, 64, True, True),
     (BF16, 50257, 64, True, False),
     (FP16, 151936, 64, False, False),
 ]
 
 
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
-@pytest.mark.parametrize("variant", RINGS)
-def test_forward_with_rings(capability, variant):
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("variant", PLAIN)
+def test_plain_forward(capability, variant):
     dtype, cols, target_bits, scalar, gradient = variant
     machine = _schedule.machine(capability, 132)
     vectors, ragged = shape(cols, dtype)
-    ring = _schedule.ring(machine, vectors, gradient)
-    if ring is None:
-        assert capability == (12, 0), "the ring takes more shared memory than there is, or a cluster"
+    schedule = _schedule.plain(machine, vectors, ragged)
+    if schedule is None:
+        assert not machine.clusters
+        assert vectors > 2048
         return
-    plan = cross_entropy.make_ring_plan(
-        machine, dtype, cols, ring, ragged, TARGETS[target_bits], gradient, None,
+    plan = cross_entropy.make_plain_plan(
+        machine, dtype, cols, schedule, ragged, TARGETS[target_bits], gradient, None,
         options(False, "linear", "mean" if scalar else "none"),
     )  # fmt: skip
     assert callable(plan.launch)
-    assert plan.constants[:3] == (cols, ring.chunks(vectors), ring.shared_bytes())
-    assert ring.shared_bytes() <= machine.block_bytes
-    assert not gradient or ring.held == ring.chunks(vectors)
+    assert plan.constants[:2] == (cols, schedule.chunks(vectors))
+    assert plan.constants[2] <= machine.block_bytes
 
 
 @on_every_architecture(
@@ -124,7 +124,7 @@ def test_forward_without_gradient(machine, variant):
         (16384, False, "none", False),
     ],
 )
-def test_rings_evict_first_what_nobody_reads_again(monkeypatch, cols, gradient, reduction, wanted):
+def test_what_nobody_reads_again_is_evicted_first(monkeypatch, cols, gradient, reduction, wanted):
     kernels, compiled = [], cross_entropy.compiled
 
     def seen(kernel_class, facts, make, *rest):
@@ -133,9 +133,9 @@ def test_rings_evict_first_what_nobody_reads_again(monkeypatch, cols, gradient, 
 
     monkeypatch.setattr(cross_entropy, "compiled", seen)
     machine = _schedule.machine((9, 0), 132)
-    ring = _schedule.ring(machine, cols // 8, gradient)
+    schedule = _schedule.plain(machine, cols // 8, False)
     of = CrossEntropyOptions(reduction=reduction)
-    cross_entropy.make_ring_plan(machine, BF16, cols, ring, False, torch.int64, gradient, None, of)
+    cross_entropy.make_plain_plan(machine, BF16, cols, schedule, False, torch.int64, gradient, None, of)
     ((facts, hinted),) = kernels
     assert hinted == wanted
     # What the cache knows the binary by.
@@ -169,6 +169,21 @@ def test_rescale(machine, variant):
     schedule = _schedule.direct(machine, vectors)
     plan = cross_entropy.make_rescale_plan(machine, dtype, cols, schedule, ragged, TARGETS[target_bits])
     assert callable(plan.launch)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_launches_begin_early_where_the_hardware_lets_them(monkeypatch, capability):
+    kernels = []
+    monkeypatch.setattr(
+        cross_entropy, "compiled", lambda kernel, facts, make, *rest: kernels.append((facts, make().early))
+    )
+    machine = _schedule.machine(capability, 132)
+    schedule = _schedule.direct(machine, 100)
+    cross_entropy.make_backward_plan(machine, BF16, 800, schedule, False, torch.int64, False, options(False, "linear"))
+    cross_entropy.make_rescale_plan(machine, BF16, 800, schedule, False, torch.int64)
+    for facts, early in kernels:
+        assert early == (capability >= (9, 0))
+        assert ("early", early) in facts
 
 
 # dtype, classes, log, whether rows are held in shared memory

@@ -107,7 +107,7 @@ def gradient(
 
     kernel = in_python(Backward)(
         dtype, schedule, ragged, target_bits=64, weighted=weight is not None, smoothing=smoothing != 0,
-        logits="softcap" if softcap else "linear" if scale > 0 else "scaled",
+        logits="softcap" if softcap else "linear" if scale > 0 else "scaled", early=False,
     )  # fmt: skip
     kernel.targets, kernel.memory = targets, memory
     first_class, total_classes = shard or (0, cols)

@@ -82,7 +82,7 @@ class Memory:
 
     # Shared memory
 
-    def copy_async(self, s_address, g_address, wanted=True):
+    def copy_async(self, s_address, g_address, wanted=True, policy=None):
         if wanted:
             self.group.append((s_address, self.read_vector(g_address)))
             # May be there from now on or not.
@@ -309,7 +309,7 @@ def test_cross_entropy_backward(monkeypatch, form, dtype, layout, schedule):
         out_stride = stride
         memory.tensor(1, rows, cols, stride, offset)
     kernel = in_python(Backward)(
-        dtype, schedule, ragged, target_bits=64, weighted=False, smoothing=False, logits="linear"
+        dtype, schedule, ragged, target_bits=64, weighted=False, smoothing=False, logits="linear", early=False
     )
     kernel.targets = [(IGNORED, 0, cols - 1, cols // 2, cols)[row] for row in range(rows)]
     run(
@@ -343,7 +343,7 @@ def test_cross_entropy_rescale(monkeypatch, upstream, dtype, layout, schedule):
 
     grad = memory.tensor(1, rows, cols, stride, offset, before)
     memory.tensor(1, rows, cols, stride, offset)
-    kernel = in_python(Rescale)(dtype, schedule, ragged, target_bits=64)
+    kernel = in_python(Rescale)(dtype, schedule, ragged, target_bits=64, early=False)
     kernel.targets = targets
     memory.primitives = lambda of=memory.primitives: {**of(), "load_float": lambda g: upstream}
     run(
@@ -354,3 +354,22 @@ def test_cross_entropy_rescale(monkeypatch, upstream, dtype, layout, schedule):
         for col in range(cols):
             wanted = 0.0 if targets[row] == IGNORED else before(row, col) * upstream
             assert memory.take(grad, row, col, stride) == pytest.approx(wanted, abs=0, rel=0, nan_ok=True)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("kernel_class", [Backward, Rescale])
+def test_nothing_is_read_before_the_launches_ahead_have_ended(monkeypatch, kernel_class, early):
+    memory, ragged, schedule, tiles = geometry(Float32, (8, 0, 0, 0, 0), SINGLE[0])
+    facts = {"weighted": False, "smoothing": False, "logits": "linear"} if kernel_class is Backward else {}
+    kernel = in_python(kernel_class)(Float32, schedule, ragged, target_bits=64, early=early, **facts)
+    events = []
+    memory.primitives = lambda of=memory.primitives: {
+        **of(),
+        "wait_for_launches": lambda: events.append("wait"),
+        "load_float": lambda g: events.append("read") or 1.0,
+    }
+    grad = memory.tensor(1, 1, 8, 8, 0)
+    given = {"skip_if_one": 1, "g_upstream": 1} if kernel_class is Backward else {"g_upstream": 1}
+    name = "cross_entropy_backward_kernel" if kernel_class is Backward else "cross_entropy_rescale_kernel"
+    run(monkeypatch, kernel, name, memory, 1, g_grad=grad, grad_stride=8, rows=1, cols=8, tiles=tiles, **given)
+    assert events == (["wait", "read"] if early else ["read"]) * schedule.threads

@@ -13,11 +13,11 @@ from cutlass import BFloat16
 from loss_cutedsl import (
     _cross_entropy_backward,
     _cross_entropy_forward,
-    _cross_entropy_ring,
+    _cross_entropy_plain,
     _cross_entropy_rows,
     _cross_entropy_total,
     _device,
-    _ring,
+    _meeting_rows,
     _schedule,
     _workspace,
     softmax,
@@ -158,42 +158,68 @@ def test_workspace_has_room_for_the_counters_and_for_every_sum_of_every_block(bl
     assert max(notes) + 4 <= _schedule.NOTE_BYTES
 
 
-def test_workspace_of_rings_has_each_counter_in_a_sector_of_its_own():
-    space, ring, total = _workspace, _cross_entropy_ring, _cross_entropy_total
-    counters = [space.WORKSPACE_SLICES_DRAWN, space.WORKSPACE_COUNT, space.WORKSPACE_DRAWN, space.WORKSPACE_DONE]
-    assert len({counter // 8 for counter in counters}) == 4
-    assert space.WORKSPACE_COUNT % 2 == 0
-    assert max(counters) + 2 <= space.WORKSPACE_SUMS == 2 * space.RING_WORKSPACE_WORDS
-    assert total.NOTE_DONE != ring.NOTE_FACTOR <= _schedule.NOTE_BYTES - 4
-    # What is counted and the number of slices share a word.
-    assert ring.MOST_RING_SLICES < 2 ** (63 - ring.SLICES_SHIFT)
+def test_workspace_of_the_plain_case():
+    space, plain, total = _workspace, _cross_entropy_plain, _cross_entropy_total
+    # Each copy of the count has a line of the L2 to itself.
+    assert space.COUNT_WORDS * 4 == 128
+    assert space.WORKSPACE_COUNTS + space.COUNT_COPIES * space.COUNT_WORDS <= space.WORKSPACE_PARTS
+    # The last slice's sum is not told; a warp takes the others up, a vector a lane.
+    assert space.WORKSPACE_PARTS + space.MOST_PARTS - 1 <= space.WORKSPACE_LOSSES
+    assert space.MOST_PARTS - 1 <= 4 * 32
+    assert space.COUNT_COPIES <= 32
+    assert space.WORKSPACE_PARTS % 4 == space.WORKSPACE_LOSSES % 4 == 0
+    for rows in (1, 3, 4, 5, 1000):
+        assert 2 * space.plain_workspace_words(rows) >= space.WORKSPACE_LOSSES + -(-rows // 4) * 4
+    assert total.NOTE_DONE != plain.NOTE_FACTOR <= _schedule.NOTE_BYTES - 4
+    # What is counted and the number of warps share a word.
+    assert plain.MOST_COUNTED * 1024 // 32 < 2 ** (63 - plain.WARPS_SHIFT)
 
 
-@pytest.mark.parametrize("gradient", [True, False])
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
-def test_rings_fit_and_take_every_vector_of_a_row(capability, gradient):
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_plain_schedules_fit_and_take_every_vector_of_a_row(capability, ragged):
     machine = _schedule.machine(capability, 132)
     found = 0
-    for vectors in range(1, 20000, 7):
-        ring = _schedule.ring(machine, vectors, gradient)
-        if ring is None:
+    for vectors in range(1, 40000, 7):
+        schedule = _schedule.plain(machine, vectors, ragged)
+        if schedule is None:
             continue
         found += 1
-        assert machine.bulk
-        assert machine.clusters or ring.cluster == 1
-        assert ring.shared_bytes() <= machine.block_bytes
-        assert ring.threads <= 1024
-        assert ring.row_threads % 32 == 0
-        # The thread that zeroes the workspace's last counter is one of the group.
-        assert ring.row_threads >= 64
-        each = ring.row_threads * ring.cluster * ring.unroll
-        if gradient:
-            assert (ring.held - 1) * each < vectors <= ring.held * each
-            assert 4 * ring.unroll * ring.held <= 80, "registers of a thread"
-        else:
-            assert ring.held == 0
-    # Of 12.0 only the rings of narrow rows have room.
-    assert (found > 0) == (machine.bulk and (gradient or machine.block_bytes > 100 * 1024))
+        assert machine.clusters or schedule.cluster == 1
+        assert schedule.cluster <= 8, "what every GPU with clusters allows"
+        assert schedule.stages == schedule.groups == 1
+        # The notes are seen through the exchange, which one warp has not.
+        assert schedule.threads >= 64
+        needed = _schedule.shared_bytes(schedule, vectors, 1, _schedule.PLAIN_ENTRY_WORDS)
+        assert needed <= machine.block_bytes
+        assert (schedule.chunks(vectors) - 1) * schedule.unroll * schedule.threads * schedule.cluster < vectors
+        if capability == (9, 0):
+            assert (schedule.blocks - 1) * (needed + _schedule.RESERVED_BYTES) <= machine.processor_bytes, vectors
+            assert schedule.blocks * schedule.threads <= 2048
+    assert found > (32000 if machine.clusters else 1900) / 7
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8192, 10**6, _schedule.MOST_PLAIN_ROWS])
+@pytest.mark.parametrize("processors", [1, 2, 132])
+@pytest.mark.parametrize("vectors", [200, 4000, 32000])
+def test_plain_grids(vectors, processors, rows):
+    machine = _schedule.machine((9, 0), processors)
+    schedule = _schedule.plain(machine, vectors, False)
+    resident = _schedule.most_blocks(
+        machine, schedule, _schedule.shared_bytes(schedule, vectors, 1, _schedule.PLAIN_ENTRY_WORDS)
+    )
+    assert _cross_entropy_plain.grid(schedule, resident, False, rows) == (rows * schedule.cluster, 0, 0)
+    blocks, slices, words = _cross_entropy_plain.grid(schedule, resident, True, rows)
+    parts = blocks // schedule.cluster - rows
+    teams = resident // schedule.cluster
+    assert blocks == (rows + parts) * schedule.cluster < 2**31
+    # Neither those that wait for others nor those that others wait for are more than half of what runs at a time.
+    assert 1 <= parts <= min(_workspace.MOST_PARTS, max(1, teams // 2))
+    assert 1 <= slices <= min(rows, _cross_entropy_plain.MOST_COUNTED, max(1, teams // 2))
+    assert words == _workspace.plain_workspace_words(rows)
+    # What the loops over targets and over losses count to.
+    assert rows + slices * schedule.threads * _cross_entropy_plain.TARGETS_UNROLL < 2**31
+    assert rows + 4 * schedule.threads * _cross_entropy_plain.LOSSES_UNROLL < 2**31
 
 
 def test_the_kernel_that_adds_up_weights_has_a_word_per_warp():
@@ -233,8 +259,8 @@ def launches(*modules):
 
 
 def test_launch_asks_for_shared_memory_where_its_kernel_uses_some():
-    modules = (_cross_entropy_forward, _cross_entropy_ring, _cross_entropy_backward, softmax)
-    methods = methods_of(*modules, _cross_entropy_rows, _device, _ring)
+    modules = (_cross_entropy_forward, _cross_entropy_plain, _cross_entropy_backward, softmax)
+    methods = methods_of(*modules, _cross_entropy_rows, _device, _meeting_rows)
     found = dict(launches(*modules))
     assert len(found) == 7
     for kernel, keywords in found.items():

@@ -1,4 +1,4 @@
-"""Softmax's kernels, all of them, run in Python by threads that take turns; see ``ring_model``."""
+"""Softmax's kernels, all of them, run in Python by threads that take turns; see ``gpu_model``."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ pytest.importorskip("cutlass.cute", reason="cutedsl: nvidia-cutlass-dsl is not i
 
 import numpy as np
 import torch
-from cutedsl.ring_model import NAN, Launch, Memory, float32, lowest
+from cutedsl.gpu_model import NAN, Launch, Memory, float32, lowest
 from cutedsl.test_memory import dtypes, in_python, layouts
 from cutlass import BFloat16, Float32
 from loss_cutedsl import _schedule, softmax

@@ -8,10 +8,10 @@ pytest.importorskip("tvm_ffi", reason="cutedsl: apache-tvm-ffi is not installed"
 pytest.importorskip("cutlass.cute", reason="cutedsl: nvidia-cutlass-dsl is not installed")
 
 import numpy as np
-from cutedsl import test_ring
-from cutedsl.ring_model import Launch, Memory, float32, lowest
+from cutedsl import test_cross_entropy_plain as plain
+from cutedsl.gpu_model import Launch, Memory, float32, lowest
+from cutedsl.test_cross_entropy_plain import ITEM_COUNT, KINDS, LOGITS, LOSS, LSE, TARGET, WORKSPACE
 from cutedsl.test_memory import IGNORED, in_python
-from cutedsl.test_ring import ITEM_COUNT, KINDS, LOGITS, LOSS, LSE, TARGET, WORKSPACE
 from cutlass import BFloat16, Float32
 from loss_cutedsl import _cross_entropy_forward, _schedule, _workspace
 from loss_cutedsl._cross_entropy_rows import ENTRY_WORDS
@@ -38,7 +38,7 @@ class Late(Kernel):
 
 
 class Case(NamedTuple):
-    """As in ``test_ring``."""
+    """As in ``test_cross_entropy_plain``."""
 
     schedule: Schedule
     grid: int
@@ -52,8 +52,8 @@ class Case(NamedTuple):
     target_bits: int = 64
 
     def wanted(self):
-        return test_ring.Case(
-            None, self.grid, self.rows, self.cols, False, self.reduction, self.dtype, self.offset, self.gap,
+        return plain.Case(
+            None, self.rows, self.cols, False, self.reduction, self.dtype, self.offset, self.gap,
             ignored=self.ignored,
         )  # fmt: skip
 
@@ -74,7 +74,7 @@ def launch(monkeypatch, case, seed, resident, workspace, kernel_class=Kernel):
         smoothing=False, logits="linear", stats=False, shard=False,
     )  # fmt: skip
     arguments = dict.fromkeys(("g_grad", "grad_stride", "g_weight", "g_z_loss", "g_prediction", "g_correct"), 0)
-    arguments |= test_ring.denominator_arguments(memory, of)
+    arguments |= plain.denominator_arguments(memory, of)
     Launch(
         kernel, memory, case.grid, seed, resident, word_bytes=kernel.scratch_bytes,
         shared_bytes=_schedule.shared_bytes(schedule, vectors, 1, ENTRY_WORDS, whole_rows=False),
@@ -89,7 +89,7 @@ def launch(monkeypatch, case, seed, resident, workspace, kernel_class=Kernel):
         label_smoothing=float32(0.0), z_loss=float32(0.0), logit_scale=float32(1.0), softcap=float32(1.0), **arguments,
     )  # fmt: skip
 
-    return test_ring.loss_denominator_lse(memory, of), memory.words(WORKSPACE, len(workspace))
+    return plain.loss_denominator_lse(memory, of), memory.words(WORKSPACE, len(workspace))
 
 
 def check(monkeypatch, case, seeds=2):
@@ -101,7 +101,7 @@ def check(monkeypatch, case, seeds=2):
         got, workspace = launch(monkeypatch, case, seed, 1 if seed % 2 else clusters, workspace)
         assert workspace == [0] * len(workspace)
         first = first or got
-        for value, before, wanted in zip(got, first, test_ring.exact(case.wanted())[:3], strict=True):
+        for value, before, wanted in zip(got, first, plain.exact(case.wanted())[:3], strict=True):
             assert value.tobytes() == before.tobytes(), "the order in which threads run shows"
             tolerance = 4e-6 * max(1.0, np.nan_to_num(wanted.abs().max().item()))
             np.testing.assert_allclose(value, wanted.numpy(), rtol=1e-5, atol=tolerance)

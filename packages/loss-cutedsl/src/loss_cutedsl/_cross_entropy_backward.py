@@ -1,4 +1,9 @@
-"""Cross-entropy's gradient after the forward: recomputed from the logits, or rescaled in place."""
+"""Cross-entropy's gradient after the forward: recomputed from the logits, or rescaled in place.
+
+Most launches find an upstream gradient of 1 and are over at once. It has just been filled in by another launch, so that
+much of their time is the way from one launch to the next: with ``early``, a compile-time fact, they are under way
+before that one has ended, and wait for it before they read anything.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +26,7 @@ from ._device import (
     store_float,
     store_global,
     unpack,
+    wait_for_launches,
 )
 from ._schedule import VECTOR_BYTES, Schedule
 
@@ -46,9 +52,11 @@ class CrossEntropyBackward(CrossEntropyRows):
         weighted: bool,
         smoothing: bool,
         logits: str,
+        early: bool,
     ):
         super().__init__(dtype, schedule, ragged, ENTRY_WORDS)
         self.target_bits = target_bits
+        self.early = early
         self.weighted = weighted
         self.smoothing = smoothing
         self.logits = logits
@@ -111,7 +119,13 @@ class CrossEntropyBackward(CrossEntropyRows):
             z_loss,
             logit_scale,
             softcap,
-        ).launch(grid=[grid, 1, 1], block=[self.threads, 1, 1], smem=self.scratch_bytes, stream=stream)
+        ).launch(
+            grid=[grid, 1, 1],
+            block=[self.threads, 1, 1],
+            smem=self.scratch_bytes,
+            stream=stream,
+            use_pdl=self.early,
+        )
 
     @cute.kernel
     def cross_entropy_weight_sum_kernel(self, g_weight: Int64, g_workspace: Int64, cols: Int32):
@@ -155,6 +169,8 @@ class CrossEntropyBackward(CrossEntropyRows):
 
         With ``skip_if_one`` and an upstream gradient of 1 it takes none.
         """
+        if cutlass.const_expr(self.early):
+            wait_for_launches()
         thread, group, rank, first_work, work_step = self.place()
         s_scratch = Int32(cute.arch.get_dyn_smem(Uint32, 128).toint())
         work_end = rows * tiles
@@ -305,9 +321,10 @@ def backward_arguments():
 class CrossEntropyRescale(CrossEntropyRows):
     """grad *= upstream, in place, in rows that are not ignored; nothing but one load where upstream is 1."""
 
-    def __init__(self, dtype, schedule: Schedule, ragged: bool, *, target_bits: int):
+    def __init__(self, dtype, schedule: Schedule, ragged: bool, *, target_bits: int, early: bool):
         super().__init__(dtype, schedule, ragged, ENTRY_WORDS)
         self.target_bits = target_bits
+        self.early = early
 
     @cute.jit
     def __call__(
@@ -325,7 +342,7 @@ class CrossEntropyRescale(CrossEntropyRows):
     ):
         self.cross_entropy_rescale_kernel(
             g_upstream, g_grad, grad_stride, g_target, rows, cols, tiles, ignore_index
-        ).launch(grid=[grid, 1, 1], block=[self.threads, 1, 1], stream=stream)
+        ).launch(grid=[grid, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=self.early)
 
     @cute.kernel
     def cross_entropy_rescale_kernel(
@@ -340,6 +357,8 @@ class CrossEntropyRescale(CrossEntropyRows):
         ignore_index: Int64,
     ):
         """A group of threads takes tiles in turn; none where upstream is 1."""
+        if cutlass.const_expr(self.early):
+            wait_for_launches()
         thread, group, rank, first_work, work_step = self.place()
         upstream = load_float(g_upstream)
         work_end = rows * tiles

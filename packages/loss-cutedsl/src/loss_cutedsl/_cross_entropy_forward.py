@@ -76,9 +76,12 @@ NOTE_COUNTED = 0
 NOTE_DENOMINATOR = 4
 
 
-def slices_and_words(rows: int, teams: int, slices: int) -> tuple[int, int]:
-    """Slices that are counted of at most ``slices``, and 64-bit words of the workspace."""
-    return min(MOST_SLICES, teams, slices), workspace_words(teams)
+def grid(schedule: Schedule, resident_blocks: int, scalar: bool, rows: int) -> tuple[int, int, int]:
+    """Blocks of a launch, slices that are counted, and 64-bit words of the workspace."""
+    blocks = schedule.grid(resident_blocks, rows)
+    teams = blocks // schedule.cluster
+    slices = min(MOST_SLICES, teams, -(-rows // (schedule.threads * COUNT_UNROLL)))
+    return blocks, slices, workspace_words(teams) if scalar else 0
 
 
 class Cursor(NamedTuple):
@@ -161,7 +164,6 @@ class CrossEntropyForward(CrossEntropyTotal):
         g_prediction: Int64,  # (R,) int64, or null
         g_correct: Int64,  # (R,) bool, or null
         g_workspace: Int64,  # see above
-        g_row_loss: Int64,  # null: for the form with a ring
         rows: Int32,
         grid: Int32,
         slices: Int32,
@@ -278,7 +280,6 @@ class CrossEntropyForward(CrossEntropyTotal):
             g_prediction=g_prediction,
             g_correct=g_correct,
             g_workspace=g_workspace,
-            g_row_loss=Int64(0),
             rows=rows,
             row_step=row_step,
             slices=slices,
@@ -870,6 +871,6 @@ class CrossEntropyForward(CrossEntropyTotal):
 
 def forward_arguments():
     """Arguments of CrossEntropyForward to compile for."""
-    addresses = [Int64(0), Int64(1), Int64(0), Int64(1)] + [Int64(0)] * 12
+    addresses = [Int64(0), Int64(1), Int64(0), Int64(1)] + [Int64(0)] * 11
     counts = [*[Int32(1)] * 4, Float32(1.0), *[Int32(1)] * 3]
     return [*addresses, *counts, Int64(-100), Int64(0), Int64(1), *[Float32(1.0)] * 4]

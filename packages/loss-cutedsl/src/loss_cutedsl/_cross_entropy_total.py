@@ -20,8 +20,7 @@ from ._device import load_float
     DENOMINATOR_POINTER,
 ) = range(7)
 
-# What the threads of a block (with rings: of a group) tell one another has places in the notes. This one: how many were
-# done before.
+# What the threads of a block tell one another has places in the notes. This one: how many blocks were done before.
 NOTE_DONE = 8
 
 
@@ -43,7 +42,6 @@ class Operands(NamedTuple):
     g_prediction: Int64
     g_correct: Int64
     g_workspace: Int64
-    g_row_loss: Int64
     rows: Int32
     row_step: Int32
     slices: Int32

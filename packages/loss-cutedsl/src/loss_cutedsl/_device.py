@@ -12,7 +12,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, cute
 
-from ._schedule import MET_BYTES, NOTE_BYTES, VECTOR_BYTES, Schedule, most_vectors
+from ._schedule import NOTE_BYTES, VECTOR_BYTES, Schedule, most_vectors
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -193,8 +193,14 @@ def evict_first():
     return ptx("createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;", [Int64], [])
 
 
-def copy_async(s_address, g_address, predicate=None):
-    ptx("cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16;", None, [s_address, g_address], predicate)
+def copy_async(s_address, g_address, predicate=None, policy=None):
+    hint, operand, policies = ("", "", ()) if policy is None else (".L2::cache_hint", ", {$r2}", (policy,))
+    ptx(
+        f"cp.async.cg.shared.global{hint}.L2::128B [{{$r0}}], [{{$r1}}], 16{operand};",
+        None,
+        [s_address, g_address, *policies],
+        predicate,
+    )
 
 
 def commit():
@@ -327,20 +333,6 @@ def exchange_add(g_address, value):
     return ptx("atom.acq_rel.gpu.global.add.u32 {$w0}, [{$r0}], {$r1};", [Int32], [g_address, value])
 
 
-def draw(g_counter, wanted):
-    """Count up by one where wanted; the counter's value before, or 0.
-
-    By an increment, whose bound is never reached: additions the compiler joins to one for a warp, whose result it then
-    waits for at once.
-    """
-    return ptx(
-        "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; mov.b32 {$w0}, 0;"
-        " @p atom.relaxed.gpu.global.inc.u32 {$w0}, [{$r0}], 0x7fffffff; }",
-        [Int32],
-        [g_counter, Int32(wanted)],
-    )
-
-
 def add_64(g_address, value):
     """Add to a word that other threads add to."""
     ptx("red.relaxed.gpu.global.add.u64 [{$r0}], {$r1};", None, [g_address, value])
@@ -348,6 +340,51 @@ def add_64(g_address, value):
 
 def load_relaxed_64(g_address):
     return ptx("ld.relaxed.gpu.global.b64 {$w0}, [{$r0}];", [Int64], [g_address])
+
+
+def store_relaxed(g_address, word):
+    ptx("st.relaxed.gpu.global.b32 [{$r0}], {$r1};", None, [g_address, word])
+
+
+def store_relaxed_64(g_address, word):
+    ptx("st.relaxed.gpu.global.b64 [{$r0}], {$r1};", None, [g_address, word])
+
+
+def store_relaxed_four(g_address, words):
+    ptx("st.relaxed.gpu.global.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };", None, [g_address, *words])
+
+
+def load_relaxed_four(g_address, wanted):
+    """Four words, each by itself, or zeros where they are not wanted."""
+    return list(
+        ptx(
+            "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0;"
+            " mov.b32 {$w3}, 0; @p ld.relaxed.gpu.global.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}]; }",
+            [Int32] * 4,
+            [g_address, Int32(wanted)],
+        )
+    )
+
+
+# A message: the bits of a float32 with the sign turned, so that 0.0, to which -0.0 is made, is a word that is not 0.
+
+
+def message_of(value):
+    return ptx(
+        "{ .reg .f32 v; .reg .b32 b; add.f32 v, {$r0}, 0f00000000; mov.b32 b, v; xor.b32 {$w0}, b, 0x80000000; }",
+        [Int32],
+        [value],
+    )
+
+
+def number_of(message):
+    """The float32 of a message, 0.0 where there is none."""
+    return ptx(
+        "{ .reg .pred p; .reg .b32 b; setp.ne.s32 p, {$r0}, 0; xor.b32 b, {$r0}, 0x80000000; selp.b32 b, b, 0, p;"
+        " mov.b32 {$w0}, b; }",
+        [Float32],
+        [message],
+    )
 
 
 def float_of(integer):
@@ -367,6 +404,11 @@ def load_floats(g_address, wanted):
     )
 
 
+def wait_for_launches():
+    """Until the launches ahead of this one in its stream have ended, and what they have written can be read."""
+    cute.arch.griddepcontrol_wait()
+
+
 # A barrier object is 8 bytes of shared memory. It passes from one phase to the next when as many threads have arrived
 # as it was made for and all bytes that they said to expect are there; a wait names the parity of the phase to be over.
 
@@ -378,10 +420,6 @@ def make_mbarrier(s_barrier, arrivals):
 def show_mbarriers():
     """Before a barrier that all threads wait at, after the barrier objects have been made."""
     ptx("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;")
-
-
-def arrive(s_barrier):
-    ptx("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", None, [s_barrier])
 
 
 def arrive_and_expect(s_barrier, size):
@@ -396,18 +434,6 @@ def wait_for(s_barrier, parity, scope="cta"):
         " @!p bra again; }" % scope,
         None,
         [s_barrier, parity],
-    )
-
-
-def copy_bulk(s_address, g_address, size, s_barrier, predicate, policy=None):
-    """Copy so many bytes, a multiple of a vector, for which the barrier object waits."""
-    hint, operand, policies = ("", "", ()) if policy is None else (".L2::cache_hint", ", {$r4}", (policy,))
-    ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes%s [{$r0}], [{$r1}], {$r2}, [{$r3}]%s;"
-        % (hint, operand),
-        None,
-        [s_address, g_address, size, s_barrier, *policies],
-        predicate,
     )
 
 
@@ -429,22 +455,6 @@ def smaller(a, b):
 
 def larger(a, b):
     return ptx("max.s32 {$w0}, {$r0}, {$r1};", [Int32], [a, b])
-
-
-def select_words(wanted, words, otherwise):
-    return [
-        ptx(
-            "{ .reg .pred p; setp.ne.u32 p, {$r0}, 0; selp.b32 {$w0}, {$r1}, {$r2}, p; }",
-            [Uint32],
-            [Int32(wanted), word, otherwise],
-        )
-        for word in words
-    ]
-
-
-def named_barrier(number, threads):
-    """Wait for those threads of the block that use this number; 0 is that of all."""
-    ptx("bar.sync {$r0}, {$r1};", None, [number, Int32(threads)])
 
 
 def barrier():
@@ -482,10 +492,6 @@ def shuffle_xor_64(value, distance):
         [Int64],
         [value],
     )
-
-
-def from_first_lane(value):
-    return ptx("shfl.sync.idx.b32 {$w0}, {$r0}, 0, 31, -1;", [Int32], [value])
 
 
 def warp_reduce(value, combine):
@@ -616,19 +622,23 @@ class StagedRows:
                 high = vectors - 1
         return low, high
 
-    def start(self, s_slots, g_vectors, first, index, low, high):
+    def start(self, s_slots, g_vectors, first, index, low, high, policy=None):
         """Start the copy of one vector, if it is one of [low, high)."""
         vector = self.vector(first, index)
         wanted = vector < high
         if self.ragged:
             wanted = wanted & (vector >= low)
-        copy_async(self.slot(s_slots, index), g_vectors + Int64(vector) * VECTOR_BYTES, wanted)
+        copy_async(self.slot(s_slots, index), g_vectors + Int64(vector) * VECTOR_BYTES, wanted, policy)
+
+    def start_row(self, s_slots, g_vectors, first, chunks, low, high):
+        self.start_between(s_slots, g_vectors, first, Int32(0), chunks, low, high)
 
     @cute.jit
-    def start_row(self, s_slots, g_vectors, first, chunks, low, high):
-        for chunk in cutlass.range(chunks, unroll=1):
+    def start_between(self, s_slots, g_vectors, first, begin, end, low, high, policy=None):
+        """Start the copies of the chunks [begin, end) of a row."""
+        for chunk in cutlass.range(begin, end, unroll=1):
             for u in cutlass.range_constexpr(self.unroll):
-                self.start(s_slots, g_vectors, first, chunk * self.unroll + u, low, high)
+                self.start(s_slots, g_vectors, first, chunk * self.unroll + u, low, high, policy)
 
     @cute.jit
     def start_part(self, s_chunk, g_vectors, first, chunk, phase, vectors, low, high, cols):
@@ -876,43 +886,3 @@ class StagedRows:
                 self.store_edge(g_out, Int32(0), phase, cols, zeros)
             if (vectors > first) & (self.vector(first, last) == vectors - 1) & (last < chunks * self.unroll):
                 self.store_edge(g_out, vectors - 1, phase, cols, zeros)
-
-
-class MeetingRows(StagedRows):
-    """Rows whose blocks, in a cluster, tell one another what they know of a row without a barrier of all threads.
-
-    There is a barrier object for each half of the scratch. Who has started the copies of a row, or waits for them,
-    need not wait for the others before they send. A block may end when its threads have: the blocks of a cluster have
-    the same rows, so whatever is sent to one is of an exchange that all of its threads wait for.
-    """
-
-    def __init__(self, dtype, schedule: Schedule, ragged: bool, entry_words: int):
-        super().__init__(dtype, schedule, ragged, entry_words)
-        self.met = self.notes - MET_BYTES
-
-    def make_met(self, s_scratch):
-        """Make the two barrier objects, by one thread; to be shown to the cluster before the first exchange."""
-        for half in range(2):
-            make_mbarrier(s_scratch + self.met + 8 * half, 1)
-
-    def exchange(self, s_scratch, turn, thread, rank, words):
-        """As in ``StagedRows``; ``turn`` goes from 0 to 3, for a barrier object has phases."""
-        half = turn & 1
-        if self.cluster == 1:
-            return super().exchange(s_scratch, half, thread, rank, words)
-        lane = thread % 32
-        entries = self.warps * self.cluster
-        s_half = s_scratch + half * (entries * self.entry_bytes)
-        s_met = s_scratch + self.met + 8 * half
-        s_mine = s_half + (rank * self.warps + thread // 32) * self.entry_bytes
-        # All lanes have read what they need of the row before: what is sent now lets the others write over it.
-        warp_barrier()
-        send(s_mine, words, s_met, lane, lane < self.cluster)
-        self.expect_entries(s_met, thread, 4 * len(words) * entries)
-        wait_for(s_met, turn >> 1, "cluster")
-        return [(lane + 32 * e, entries, s_half + (lane + 32 * e) * self.entry_bytes) for e in range(-(-entries // 32))]
-
-    @cute.jit
-    def expect_entries(self, s_met, thread, size: cutlass.Constexpr):
-        if thread == 0:
-            arrive_and_expect(s_met, Int32(size))

@@ -26,6 +26,9 @@ NOTE_BYTES = 16
 # Row numbers and columns are 32-bit in the kernels; offsets are not.
 LARGEST = 2**31 - 2**16
 
+# Words that a warp of the plain case hands to the others of its row: maximum and sum.
+PLAIN_ENTRY_WORDS = 2
+
 # Rows up to which a launch may have threads for every tile: the loop's counter goes a step, that is all tiles, beyond
 # the last. So many rows of more than one tile fit into no memory.
 MOST_AT_A_TIME = 2**30
@@ -70,10 +73,6 @@ class Schedule(NamedTuple):
         """Of threads in a block, each with a row at a time."""
         return self.threads // self.row_threads
 
-    def teams(self, blocks: int) -> int:
-        """Of a launch of so many blocks: threads that report together what they have done, here those of a cluster."""
-        return blocks // self.cluster
-
     def grid(self, most_blocks: int, rows: int) -> int:
         """Blocks to launch; ``most_blocks``: those that the device holds at a time, a multiple of the cluster."""
 
@@ -101,84 +100,6 @@ class Schedule(NamedTuple):
         return chunks * self.unroll * self.row_threads * VECTOR_BYTES
 
 
-# Words that a warp of a ring's group hands to the others: maximum and sum.
-RING_ENTRY_WORDS = 2
-
-
-class Ring(NamedTuple):
-    """What a kernel with rings is compiled for: groups of threads that sum rows, each with a warp that fetches them.
-
-    Attributes:
-        row_threads: of a group, all on one row.
-        groups: of a block, of which a multiprocessor has one.
-        cluster: blocks that share a row.
-        stages: chunks in a group's ring.
-        unroll: vectors of a chunk that a thread takes.
-        held: chunks of a row, where a thread holds what it takes of them in registers; else 0.
-    """
-
-    row_threads: int
-    groups: int
-    cluster: int
-    stages: int
-    unroll: int
-    held: int = 0
-
-    @property
-    def threads(self) -> int:
-        return self.groups * (self.row_threads + 32)
-
-    @property
-    def blocks(self) -> int:
-        """As in ``Schedule``."""
-        return 1
-
-    def teams(self, blocks: int) -> int:
-        """As ``Schedule.teams``: the groups, with those of the other block in a cluster."""
-        return blocks // self.cluster * self.groups
-
-    def grid(self, most_blocks: int, rows: int) -> int:
-        """As ``Schedule.grid``."""
-        return min(most_blocks, rows * self.cluster)
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Of one block's part of a chunk."""
-        return self.unroll * self.row_threads * VECTOR_BYTES
-
-    @property
-    def sent_places(self) -> int:
-        """Numbers on the way between the blocks of a cluster, at most.
-
-        Of the rows in a ring, one chunk each if all are ignored, and of the row that a block may be ahead of the other.
-        """
-        return self.stages + 1 if self.cluster > 1 else 0
-
-    @property
-    def control_bytes(self) -> int:
-        """Of what controls a group's ring; see ``RingRows``."""
-        objects = 2 * self.stages + self.sent_places
-        return _round_up(8 * objects + 4 * (self.stages + self.sent_places), 128)
-
-    def scratch_bytes(self, entry_words: int) -> int:
-        """Two halves with an entry a warp of the group, and behind them what ``Schedule`` has there."""
-        entries = 2 * self.row_threads // 32 * self.cluster
-        return _round_up(entries * 4 * entry_words + MET_BYTES + NOTE_BYTES, 128)
-
-    def chunks(self, vectors: int) -> int:
-        """Of a row of at most that many vectors."""
-        return -(-vectors // (self.row_threads * self.cluster * self.unroll))
-
-    def shared_bytes(self) -> int:
-        """Of a block."""
-        each = self.scratch_bytes(RING_ENTRY_WORDS) + self.control_bytes + self.stages * self.chunk_bytes
-        return self.groups * each
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
 class Machine(NamedTuple):
     """What a schedule depends on of a device.
 
@@ -188,7 +109,7 @@ class Machine(NamedTuple):
         block_bytes: shared memory that one block may have.
         processor_bytes: shared memory of a multiprocessor.
         clusters: whether blocks can read and write one another's shared memory.
-        bulk: whether there are copies in bulk that a barrier object waits for.
+        early: whether a launch may begin before the one ahead of it has ended.
     """
 
     architecture: str
@@ -196,7 +117,7 @@ class Machine(NamedTuple):
     block_bytes: int
     processor_bytes: int
     clusters: bool
-    bulk: bool
+    early: bool
 
 
 # Bytes of shared memory that a block may have and that a multiprocessor has, by compute capability.
@@ -222,7 +143,7 @@ def machine(capability: tuple[int, int], processors: int) -> Machine:
         block_bytes=block_bytes,
         processor_bytes=processor_bytes,
         clusters=major in (9, 10),
-        bulk=major >= 9,
+        early=major >= 9,
     )
 
 
@@ -230,7 +151,7 @@ def machine(capability: tuple[int, int], processors: int) -> Machine:
 RESERVED_BYTES = 1024
 
 
-def resident_blocks(machine: Machine, schedule: Schedule | Ring, shared_bytes: int) -> int:
+def resident_blocks(machine: Machine, schedule: Schedule, shared_bytes: int) -> int:
     """Blocks that one multiprocessor holds at a time."""
     return max(1, min(schedule.blocks, machine.processor_bytes // (shared_bytes + RESERVED_BYTES)))
 
@@ -433,64 +354,62 @@ def streamed(machine: Machine, vectors: int, ragged: bool = False, element_bytes
     return Schedule(256, 256, 1, 3, 4, 3)
 
 
-# The best rings of those tried, by the most vectors of a row; None where rows held in shared memory, or that stream,
-# did as well or have not been compared. Whole calls on an H200 (copy 4.24 TB/s); torch 2.11+cu130, DSL 4.8.1; in
-# brackets without a ring.
+def _row(threads, cluster, unroll, blocks) -> Schedule:
+    """A row a block, or a cluster of blocks."""
+    return Schedule(threads, threads, cluster, 1, unroll, blocks, 1)
+
+
+# The plain case of cross-entropy by the most vectors of a row, and of a ragged one: the best of those tried, whole
+# calls, forward and backward, on an H200 and an H100 (copy 4.24 and 3.00 TB/s); torch 2.11+cu130, DSL 4.8.1. Bracketed:
+# the form before, warps that kept rings of chunks filled and others that held a row in registers. Below 128 vectors
+# blocks that stay take a row a warp.
 #
-# What decides: threads (with as many registers as 16 warps leave them, 128, up to 80 hold a row, and more warps make
-# a row's fixed work, its reduction, weigh more), and chunks enough for the next row to come while this one is written,
-# but not more, for at the end all that is in the rings has still to be done.
-RINGS_WITH_GRADIENT = (
-    (512, None),
-    # 32768 x 8192 bf16: 93.4% (86.9%); 6 chunks 92.6%. Three groups: their reductions take turns.
-    (1024, Ring(256, 3, 1, 5, 1)),
-    # 4096 x 16384 fp16: 79.2% (74.0%); two groups of 352 79.4%, of 448 74.6%. 4096 x 8192: 66.6% (61.5%).
-    (2048, Ring(256, 3, 1, 6, 1)),
-    # 8192 x 32000 bf16: 93.1% (90.0%); eight chunks of one vector 90.7%, 832 threads 87.7%.
-    (4096, Ring(512, 1, 1, 5, 2)),
-    # 8192 x 50257 bf16: 89.7% (79.9%); 20 chunks 88.0%, 24 82.9%.
-    (7168, Ring(480, 1, 1, 16, 1)),
-    # 4096 x 32768 float32: 93.3% (89.9%); 12 chunks 92.8%, a block to itself, which then has 31 rows or 32, 91.6%.
-    (8192, Ring(480, 1, 2, 20, 1)),
-    # 4096 x 128256 bf16: 93.8% (85.3%); 8192 x 151936: 96.1% (90.1%), 20 chunks 92.3%. 896 threads have no registers
-    # for it: 80.9%.
-    (19200, Ring(480, 1, 2, 12, 1)),
-)
-RINGS = (
-    # 32768 x 8192 bf16: 82.0% (88.4%).
-    (1024, None),
-    # 4096 x 16384 bf16: 65.9% (64.6%); four groups 64.7%.
-    (2048, Ring(128, 6, 1, 5, 2)),
-    # 8192 x 32000 bf16: 91.7% (88.8%); 8192 x 50257: 93.1% with 6 chunks, 92.6% with 4 (87.9%). 4096 x 32768 float32:
-    # 94.3% (93.4%).
-    (8192, Ring(256, 3, 1, 5, 2)),
-    # 4096 x 128256 bf16: 99.3% (98.3%); 8192 x 151936: 105.1% (101.7%): reading alone is faster than copying.
-    (LARGEST, Ring(512, 1, 1, 8, 2)),
+# Each block is small, so that many are under way: of the 1024 to 1536 threads and 160 to 190 KB of rows that a
+# multiprocessor has at a time few wait for the same thing.
+PLAIN = (
+    (128, None, None),
+    # 65536 x 2048: 85.7 and 89.6% (79.5, 84.7%).
+    (256, _row(64, 1, 2, 20), _row(64, 1, 1, 20)),
+    # 32768 x 4096: 88.9 and 92.3% (73.8, 82.8%), with 64 threads 87.3 and 90.8%.
+    (512, _row(128, 1, 1, 12), _row(128, 1, 1, 10)),
+    # 32768 x 8192: 94.4 and 96.5% (93.2, 95.2%); 4096 x 8192: 68.3 and 76.7% (65.1, 73.7%).
+    (1024, _row(128, 1, 2, 10), _row(128, 1, 1, 10)),
+    # 4096 x 16384: 80.8 and 87.9% (77.8, 84.4%), clusters of two 81.3 and 87.8%.
+    (2048, _row(256, 1, 2, 5), _row(256, 1, 1, 5)),
+    # 8192 x 32000: 94.6 and 97.0% (93.2, 95.7%); four blocks of 128 94.8 and 96.9%, one of 512 92.1%.
+    (4096, _row(256, 2, 2, 5), _row(256, 2, 1, 5)),
+    # 4096 x 32768 float32: 94.6 and 97.4% (93.2, 95.7%). 8192 x 50257: 93.5 and 96.9% (89.5, 95.0%); four blocks
+    # 85.4%.
+    (8192, _row(256, 4, 2, 5), _row(256, 2, 1, 4)),
+    # 4096 x 128256: 96.9 and 99.1% (92.1, 97.2%); 8192 x 151936: 99.4 and 100.1% (95.4, 97.8%).
+    (19200, _row(256, 8, 2, 5), _row(256, 8, 1, 5)),
+    # Of rows as long as that a ragged one has up to two vectors more.
+    (32770, _row(256, 8, 2, 3), _row(256, 8, 1, 3)),
 )
 
+# Rows up to which there is a block for each: blocks, and what the loops over rows count to, stay below 2**31.
+MOST_PLAIN_ROWS = 2**27
 
-def ring(machine: Machine, vectors: int, gradient: bool) -> Ring | None:
-    """The rings for rows of that many vectors at most, or None where there are none."""
-    if not machine.bulk:
+
+def plain(machine: Machine, vectors: int, ragged: bool) -> Schedule | None:
+    """The schedule of a row a block for rows of at most that many vectors, or None where there is none."""
+    row = next((row for row in PLAIN if vectors <= row[0]), None)
+    schedule = row[1 + ragged] if row is not None else None
+    if schedule is None or (schedule.cluster > 1 and not machine.clusters):
         return None
-    found = next((ring for most, ring in (RINGS_WITH_GRADIENT if gradient else RINGS) if vectors <= most), None)
-    if found is None or found.shared_bytes() > machine.block_bytes or (found.cluster > 1 and not machine.clusters):
-        return None
-    return found._replace(held=found.chunks(vectors)) if gradient else found
+    return schedule if shared_bytes(schedule, vectors, 1, PLAIN_ENTRY_WORDS) <= machine.block_bytes else None
 
 
 def evicts_first(row_bytes: int) -> bool:
-    """Whether rings that read rows of so many bytes once, and write none, ask the L2 to evict them first.
+    """Whether rows of so many bytes that are read once, where none is written, are to be the first that the L2 evicts.
 
     An L2 full of what others have written writes it back while rows are read; with the hint it gives up lines of the
-    rows before those. Loss alone on an H200, after a flush that writes, with and without: 4096 x 16384 bf16 72.0 and
-    65.8%, 16384 x 16001 84.8 and 82.3%. Without rings 4096 x 8192 gains as much and 32768 x 8192 loses 2 points; longer
-    rows lose in Triton.
+    rows before those.
     """
     return row_bytes <= 32768
 
 
-def most_blocks(machine: Machine, schedule: Schedule | Ring, block_shared_bytes: int) -> int:
+def most_blocks(machine: Machine, schedule: Schedule, block_shared_bytes: int) -> int:
     """Blocks that the device holds at a time, a multiple of the cluster."""
     blocks = machine.processors * resident_blocks(machine, schedule, block_shared_bytes)
     return max(schedule.cluster, blocks // schedule.cluster * schedule.cluster)

@@ -4,20 +4,11 @@ All of them are 0 before a launch and after it, so that one workspace serves eve
 written by some blocks while others read something else lie in sectors of memory of their own.
 """
 
-# Of rows in shared memory: the sums of slices of the targets, at most one a lane of a warp, and how many there are.
+# Of ``CrossEntropyForward``: the sums of slices of the targets, at most one a lane of a warp, how many there are, and
+# how many blocks are done. Then what the blocks add up, a vector each.
 MOST_SLICES = 32
 WORKSPACE_SLICES_DONE = MOST_SLICES
-
-# How many blocks, with rings groups of threads, are done.
 WORKSPACE_DONE = 33
-
-# Of rings: the counters that slices of the targets and rows are drawn from, and between them a word of 64 bits for what
-# has been counted, by slices or by teams.
-WORKSPACE_SLICES_DRAWN = 40
-WORKSPACE_COUNT = 48
-WORKSPACE_DRAWN = 56
-
-# From here on, of rows in shared memory: what the blocks add up, a vector each.
 WORKSPACE_SUMS = 64
 SUMS_WORDS = 4
 
@@ -27,4 +18,16 @@ def workspace_words(blocks: int) -> int:
     return (WORKSPACE_SUMS + SUMS_WORDS * blocks) // 2
 
 
-RING_WORKSPACE_WORDS = workspace_words(0)
+# Of ``CrossEntropyPlain``: copies of a word of 64 bits for what has been counted, each in a line of the L2; the sums of
+# slices of the losses but for the last one, at most one a lane of a warp; and the losses of the rows.
+COUNT_COPIES = 8
+COUNT_WORDS = 32
+MOST_PARTS = 33
+WORKSPACE_COUNTS = 0
+WORKSPACE_PARTS = WORKSPACE_COUNTS + COUNT_COPIES * COUNT_WORDS
+WORKSPACE_LOSSES = WORKSPACE_PARTS + 32
+
+
+def plain_workspace_words(rows: int) -> int:
+    """64-bit words for so many rows, whose losses are read in whole vectors."""
+    return (WORKSPACE_LOSSES + (rows + 3) // 4 * 4) // 2

@@ -1,6 +1,7 @@
 """Cross-entropy: the ops of the contract, and how their kernels are chosen and launched.
 
-The kernels are in ``_cross_entropy_forward``, ``_cross_entropy_backward`` and, what both use, ``_cross_entropy_rows``.
+The kernels are in ``_cross_entropy_plain``, ``_cross_entropy_forward``, ``_cross_entropy_backward`` and, what they use,
+``_cross_entropy_rows``.
 
 With x the logits after scale and softcap, and for a row of V classes with target y, maximum m = max x and
 total = sum_c exp(x[c] - m)::
@@ -25,11 +26,11 @@ from loss_core.backend import CrossEntropyForward as ForwardResult
 from loss_core.backend import PreparedCrossEntropy, UnsupportedInput, refuse_shard
 from loss_core.memory import allocator, zeroed_words
 
-from . import _cross_entropy_forward, _cross_entropy_ring, _schedule
+from . import _cross_entropy_forward, _cross_entropy_plain, _schedule
 from ._compile import compiled
 from ._cross_entropy_backward import CrossEntropyBackward, CrossEntropyRescale, backward_arguments, rescale_arguments
-from ._cross_entropy_forward import COUNT_UNROLL, CrossEntropyForward, forward_arguments
-from ._cross_entropy_ring import TARGETS_UNROLL, CrossEntropyRing
+from ._cross_entropy_forward import CrossEntropyForward, forward_arguments
+from ._cross_entropy_plain import CrossEntropyPlain
 from ._cross_entropy_rows import ENTRY_WORDS
 from ._cross_entropy_total import (
     DENOMINATOR_BYTES_32,
@@ -41,7 +42,7 @@ from ._cross_entropy_total import (
     DENOMINATOR_WEIGHTS,
 )
 from ._launch import DTYPES, machine_of, require, stream_of
-from ._schedule import LARGEST, MOST_AT_A_TIME, VECTOR_BYTES, most_vectors
+from ._schedule import LARGEST, MOST_AT_A_TIME, MOST_PLAIN_ROWS, VECTOR_BYTES, most_vectors
 
 TARGET_BITS = {torch.int64: 64, torch.int32: 32, torch.uint8: 8}
 
@@ -55,34 +56,18 @@ class ForwardPlan(NamedTuple):
 
     Attributes:
         launch: the compiled kernel.
-        schedule: what it was compiled for.
-        most_blocks: blocks that the device holds at a time; see ``Schedule.grid``.
-        slice_rows: targets that a block counts at a time.
-        slices_and_words: of the kernel's module: from rows, teams and the most slices, the slices that are counted, and
-            64-bit words of the workspace.
+        grid: for so many rows the blocks of a launch, the slices of the targets that are counted, and the 64-bit words
+            of the workspace.
         denominator_kind: what the sum is divided by where no ``num_items`` says it.
         gradient: whether the kernel writes the gradient; False for rows that fit nowhere.
-        reports: whether the kernel needs a workspace.
-        keeps: whether it keeps the losses of the rows, to add them up.
         constants: the kernel's last arguments.
     """
 
     launch: object
-    schedule: _schedule.Schedule | _schedule.Ring
-    most_blocks: int
-    slice_rows: int
-    slices_and_words: Callable[[int, int, int], tuple[int, int]]
+    grid: Callable[[int], tuple[int, int, int]]
     denominator_kind: int
     gradient: bool
-    reports: bool
-    keeps: bool
     constants: tuple
-
-    def grid(self, rows: int) -> tuple[int, int, int]:
-        """Blocks of a launch for so many rows, slices that are counted, and 64-bit words of the workspace."""
-        blocks = self.schedule.grid(self.most_blocks, rows)
-        slices, words = self.slices_and_words(rows, self.schedule.teams(blocks), -(-rows // self.slice_rows))
-        return blocks, slices, words
 
 
 class TiledPlan(NamedTuple):
@@ -125,12 +110,12 @@ def forward(logits, target, weight, byte_lengths, num_items, options, *, grad, s
         cols,
         (address | grad_address | (cols | stride | grad_stride) * size) % VECTOR_BYTES != 0,
         grad is None or (address ^ grad_address | (stride ^ grad_stride) * size) % VECTOR_BYTES == 0,
-        address == grad_address,
         target.dtype,
         grad is not None,
         weight is not None,
         None if byte_lengths is None else byte_lengths.dtype,
         stats,
+        rows <= MOST_PLAIN_ROWS,
         options,
     )
     if not 0 < rows <= LARGEST:
@@ -147,8 +132,7 @@ def forward(logits, target, weight, byte_lengths, num_items, options, *, grad, s
     denominator = z_part = prediction = correct = None
     # Results are tensors of their own, not views of one: who changes the loss in place must not touch what is saved.
     lse = new((rows,), (1,), float32)
-    row_losses = new((rows + 3,), (1,), float32) if plan.keeps else None
-    workspace = zeroed_words(words, device, stream) if plan.reports else None
+    workspace = zeroed_words(words, device, stream) if words else None
     if options.reduction == "none":
         loss = new((rows,), (1,), float32)
     else:
@@ -182,7 +166,6 @@ def forward(logits, target, weight, byte_lengths, num_items, options, *, grad, s
         0 if prediction is None else prediction.data_ptr(),
         0 if correct is None else correct.data_ptr(),
         0 if workspace is None else workspace.data_ptr(),
-        0 if row_losses is None else row_losses.data_ptr(),
         rows,
         blocks,
         slices,
@@ -204,15 +187,16 @@ def prepare(device, dtype, target_dtype, rows, cols, stride, offset, options, *,
     ragged = (offset | (cols | stride) * size) % VECTOR_BYTES != 0
     # A gradient of its own starts with a vector.
     alike = not gradient or (offset | (stride ^ cols) * size) % VECTOR_BYTES == 0
-    plan = _forward_plan(index, dtype, cols, ragged, alike, False, target_dtype, gradient, False, None, False, options)
+    plan = _forward_plan(
+        index, dtype, cols, ragged, alike, target_dtype, gradient, False, None, False, rows <= MOST_PLAIN_ROWS, options
+    )
     if plan.gradient != gradient or rows > LARGEST:
         return None
-    launch, denominator_kind, keeps, constants = plan.launch, plan.denominator_kind, plan.keeps, plan.constants
+    launch, denominator_kind, constants = plan.launch, plan.denominator_kind, plan.constants
     blocks, slices, words = plan.grid(rows)
     new, float32 = allocator(device), torch.float32
-    # The lse of the rows, the denominator, and from a vector's start on the losses of the rows where they are kept.
-    row_loss_at = rows // 4 * 4 + 4
-    results_like = (2 * row_loss_at if keeps else rows + 1,), (1,), float32
+    # The lse of the rows, and the denominator.
+    results_like = (rows + 1,), (1,), float32
     divides = options.reduction != "sum"
     grad_stride = cols if gradient else 0
 
@@ -222,7 +206,7 @@ def prepare(device, dtype, target_dtype, rows, cols, stride, offset, options, *,
         launch(
             logits.data_ptr(), stride, grad.data_ptr() if gradient else 0, grad_stride, target.data_ptr(), 0, 0, 0,
             loss.data_ptr(), lse, lse + 4 * rows if divides else 0, 0, 0, 0,
-            zeroed_words(words, device, stream).data_ptr(), lse + 4 * row_loss_at if keeps else 0,
+            zeroed_words(words, device, stream).data_ptr(),
             rows, blocks, slices, denominator_kind, 1.0,
             *constants, stream,
         )  # fmt: skip
@@ -250,19 +234,23 @@ def prepare(device, dtype, target_dtype, rows, cols, stride, offset, options, *,
 
 @functools.lru_cache(MOST_PLANS)
 def _forward_plan(
-    index, dtype, cols, ragged, alike, in_place, target_dtype, gradient, weighted, byte_dtype, stats, options
+    index, dtype, cols, ragged, alike, target_dtype, gradient, weighted, byte_dtype, stats, a_block_each, options
 ):
-    """The plan for a call; ``alike``: rows of the gradient start as far into a vector as those of the logits."""
+    """The plan for a call.
+
+    Args:
+        alike: whether rows of the gradient start as far into a vector as those of the logits.
+        a_block_each: whether there may be as many blocks as rows.
+    """
     _require(dtype, cols, target_dtype)
     refuse_shard(weighted or None, options, stats=stats, forward=True)
     machine = machine_of(index)
     vectors = most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged)
     plain = not (weighted or stats or options.label_smoothing or options.total_classes is not None)
-    if plain and alike and _logits_kind(options) == "linear":
-        ring = _schedule.ring(machine, vectors, gradient)
-        # The blocks of a cluster do not wait for one another's reads before they write.
-        if ring is not None and not (in_place and ring.cluster > 1):
-            return make_ring_plan(machine, dtype, cols, ring, ragged, target_dtype, gradient, byte_dtype, options)
+    if plain and alike and a_block_each and _logits_kind(options) == "linear":
+        schedule = _schedule.plain(machine, vectors, ragged)
+        if schedule is not None:
+            return make_plain_plan(machine, dtype, cols, schedule, ragged, target_dtype, gradient, byte_dtype, options)
     schedule = None
     if gradient:
         schedule = _schedule.held(machine, vectors, 1, ENTRY_WORDS, ragged, _schedule.MEASURED_GRADIENT)
@@ -297,22 +285,18 @@ def make_forward_plan(
     )
     vectors = most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged)
     shared_bytes = _schedule.shared_bytes(schedule, vectors, 1, ENTRY_WORDS, whole_rows=gradient)
+    resident = _schedule.most_blocks(machine, schedule, shared_bytes)
     return ForwardPlan(
         launch=launch,
-        schedule=schedule,
-        most_blocks=_schedule.most_blocks(machine, schedule, shared_bytes),
-        slice_rows=schedule.threads * COUNT_UNROLL,
-        slices_and_words=_cross_entropy_forward.slices_and_words,
+        grid=functools.partial(_cross_entropy_forward.grid, schedule, resident, options.reduction != "none"),
         denominator_kind=_denominator_kind(options.reduction, weighted, byte_dtype),
         gradient=gradient,
-        reports=options.reduction != "none",
-        keeps=False,
         constants=(cols, schedule.chunks(vectors), shared_bytes, *_numbers(options, cols)),
     )
 
 
-def make_ring_plan(machine, dtype, cols, ring, ragged, target_dtype, gradient, byte_dtype, options):
-    """Compile a forward of the plain case with rings and prepare its launch."""
+def make_plain_plan(machine, dtype, cols, schedule, ragged, target_dtype, gradient, byte_dtype, options):
+    """Compile a forward of the plain case and prepare its launch."""
     scalar = options.reduction != "none"
     facts = {
         "target_bits": TARGET_BITS[target_dtype],
@@ -322,24 +306,21 @@ def make_ring_plan(machine, dtype, cols, ring, ragged, target_dtype, gradient, b
         "evicts_first": scalar and not gradient and _schedule.evicts_first(cols * dtype.itemsize),
     }
     launch = compiled(
-        CrossEntropyRing,
-        (str(dtype), tuple(ring), ragged, *facts.items()),
-        lambda: CrossEntropyRing(DTYPES[dtype], ring, ragged, **facts),
+        CrossEntropyPlain,
+        (str(dtype), tuple(schedule), ragged, *facts.items()),
+        lambda: CrossEntropyPlain(DTYPES[dtype], schedule, ragged, **facts),
         forward_arguments,
         machine.architecture,
     )
     vectors = most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged)
+    shared_bytes = _schedule.shared_bytes(schedule, vectors, 1, _schedule.PLAIN_ENTRY_WORDS)
+    resident = _schedule.most_blocks(machine, schedule, shared_bytes)
     return ForwardPlan(
         launch=launch,
-        schedule=ring,
-        most_blocks=_schedule.most_blocks(machine, ring, ring.shared_bytes()),
-        slice_rows=32 * TARGETS_UNROLL,
-        slices_and_words=_cross_entropy_ring.slices_and_words,
+        grid=functools.partial(_cross_entropy_plain.grid, schedule, resident, scalar),
         denominator_kind=_denominator_kind(options.reduction, False, byte_dtype),
         gradient=gradient,
-        reports=True,
-        keeps=scalar,
-        constants=(cols, ring.chunks(vectors), ring.shared_bytes(), *_numbers(options, cols)),
+        constants=(cols, schedule.chunks(vectors), shared_bytes, *_numbers(options, cols)),
     )
 
 
@@ -467,6 +448,7 @@ def make_backward_plan(machine, dtype, cols, schedule, ragged, target_dtype, wei
         "weighted": weighted,
         "smoothing": smoothing,
         "logits": _logits_kind(options),
+        "early": machine.early,
     }
     launch = compiled(
         CrossEntropyBackward,
@@ -514,11 +496,11 @@ def _rescale_plan(index, dtype, cols, ragged, target_dtype):
 
 def make_rescale_plan(machine, dtype, cols, schedule, ragged, target_dtype):
     """Compile a rescale and prepare its launch."""
-    target_bits = TARGET_BITS[target_dtype]
+    facts = {"target_bits": TARGET_BITS[target_dtype], "early": machine.early}
     launch = compiled(
         CrossEntropyRescale,
-        (str(dtype), tuple(schedule), ragged, target_bits),
-        lambda: CrossEntropyRescale(DTYPES[dtype], schedule, ragged, target_bits=target_bits),
+        (str(dtype), tuple(schedule), ragged, *facts.items()),
+        lambda: CrossEntropyRescale(DTYPES[dtype], schedule, ragged, **facts),
         rescale_arguments,
         machine.architecture,
     )

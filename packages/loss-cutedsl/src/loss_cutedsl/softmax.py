@@ -28,7 +28,6 @@ from ._device import (
     LN2,
     LOG2E,
     LOWEST,
-    MeetingRows,
     add,
     cluster_arrive,
     cluster_wait,
@@ -41,8 +40,6 @@ from ._device import (
     load_shared,
     log2,
     pack,
-    quotient,
-    remainder,
     show_mbarriers,
     store_element,
     store_global,
@@ -52,6 +49,7 @@ from ._device import (
     warp_barrier,
 )
 from ._launch import DTYPES, is_ragged, machine_of, require, stream_of
+from ._meeting_rows import MeetingRows
 from ._schedule import VECTOR_BYTES, Schedule, most_vectors
 
 ENTRY_WORDS = 2
@@ -76,77 +74,10 @@ class SoftmaxRows(MeetingRows):
             high = Int32(0)
         return g_vectors, phase, vectors, low, high
 
-    # The ends of ragged rows: vectors that are not all of the row. One thread would take the elements of such a vector
-    # one after the other while the lanes beside it wait, in a narrow row for as long as all else takes; so the lanes of
-    # the warp that has the vector take one each.
-
-    @cute.jit
-    def end(self, first, vectors):
-        """The place of this lane's element in the vectors of the row, and its offset from this thread's slots.
-
-        The first lanes have the first vector, those after them the last one, and the others what is behind it.
-        """
-        at = remainder(first, 32)
-        if at >= self.width:
-            at = at + (vectors - 2) * self.width
-        vector, element = quotient(at, self.width), remainder(at, self.width)
-        lanes = remainder(vector, self.step) - first
-        return at, self.slot(lanes * VECTOR_BYTES + element * self.element_bytes, quotient(vector, self.step))
-
-    def warp_owns(self, first, vector):
-        """Whether this warp has that vector."""
-        return quotient(remainder(vector, self.step), 32) == quotient(first, 32)
-
-    def has_end(self, at, first, phase, cols):
-        """Whether a lane has the element at that place. In a row of one vector the first lanes have it."""
-        mine = self.warp_owns(first, quotient(at, self.width)) & (at >= remainder(first, 32))
-        return mine & (at >= phase) & (at < phase + cols)
-
-    @cute.jit
-    def copy_ends(self, s_row, g_vectors, first, phase, vectors, low, high, cols):
-        """As ``copy_edges``."""
-        if cutlass.const_expr(self.ragged):
-            if (low > 0) | (high < vectors):
-                at, offset = self.end(first, vectors)
-                vector = quotient(at, self.width)
-                # After what the lanes that have the vectors read of the row before, and before their next copies.
-                warp_barrier()
-                if ((vector < low) | (vector >= high)) & self.has_end(at, first, phase, cols):
-                    x = load_element(self.dtype, g_vectors + Int64(at) * self.element_bytes)
-                    store_element(self.dtype, s_row + offset, x, "shared")
-                warp_barrier()
-
-    @cute.jit
-    def mask_ends(self, s_rows, first, phase, vectors, slots, cols, outside: Float32):
-        """As ``mask_edges``, for rows that begin at the same place in a vector."""
-        if cutlass.const_expr(self.ragged):
-            at, offset = self.end(first, vectors)
-            vector = quotient(at, self.width)
-            # Of a row of one vector, which is both ends, each lane has what is beyond its end.
-            beyond = at >= phase + cols
-            if remainder(first, 32) < self.width:
-                beyond = at < phase
-            # After the copies of all lanes have come, and before any lane reads.
-            warp_barrier()
-            if beyond & self.warp_owns(first, vector) & (quotient(vector, self.step) < slots):
-                for s_row in s_rows:
-                    store_element(self.dtype, s_row + offset, outside, "shared")
-            warp_barrier()
-
-    @cute.jit
-    def end_of_row(self, first, phase, vectors, cols):
-        """Whether this lane has an element of the row, in a vector that is not all of the row, and as ``end``."""
-        at, offset = self.end(first, vectors)
-        cut = not self.whole(quotient(at, self.width), phase, vectors, cols)
-        return cut & self.has_end(at, first, phase, cols), at, offset
-
     def load_end(self, s_row, offset, g_vectors, at):
         if self.held:
             return load_element(self.dtype, s_row + offset, "shared")
         return load_element(self.dtype, g_vectors + Int64(at) * self.element_bytes)
-
-    def store_end(self, g_out, at, value):
-        store_element(self.dtype, g_out + Int64(at) * self.element_bytes, value)
 
     def leave_ends(self):
         """Before the next row's copies: they go to what other lanes than those that start them have read."""

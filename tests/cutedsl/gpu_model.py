@@ -15,17 +15,18 @@ from types import SimpleNamespace
 import numpy as np
 from loss_cutedsl import (
     _cross_entropy_forward,
-    _cross_entropy_ring,
+    _cross_entropy_plain,
     _cross_entropy_rows,
     _cross_entropy_total,
     _device,
-    _ring,
+    _meeting_rows,
     softmax,
 )
 from loss_cutedsl._schedule import VECTOR_BYTES
 
 MODULES = (
-    _device, _ring, _cross_entropy_rows, _cross_entropy_total, _cross_entropy_ring, _cross_entropy_forward, softmax,
+    _device, _meeting_rows, _cross_entropy_rows, _cross_entropy_total, _cross_entropy_plain, _cross_entropy_forward,
+    softmax,
 )  # fmt: skip
 float32 = np.float32
 NAN = float32(np.nan)
@@ -217,10 +218,12 @@ class Launch:
     """One launch: its threads, shared memory, and what the kernel calls of the device's.
 
     Of a block's ``shared_bytes`` the first ``word_bytes`` are words and barrier objects, and the others vectors.
+    ``neighbours_write``: a vector that is copied may have elements of another row, of which nothing is used, and which
+    that row's block may be overwriting.
     """
 
-    def __init__(self, kernel, memory, grid, seed, resident, *, shared_bytes, word_bytes):
-        self.memory, self.grid = memory, grid
+    def __init__(self, kernel, memory, grid, seed, resident, *, shared_bytes, word_bytes, neighbours_write=False):
+        self.memory, self.grid, self.neighbours_write = memory, grid, neighbours_write
         self.schedule, self.size, self.width = kernel.schedule, kernel.element_bytes, kernel.width
         self.part = self.width // 4
         self.policy = EVICT_FIRST if getattr(kernel, "evicts_first", False) else None
@@ -312,11 +315,8 @@ class Launch:
             self.order.take(self.me, clock)
         return values
 
-    def named_barrier(self, number, threads):
-        self.meet(("named", self.block, number), threads)
-
     def barrier(self):
-        self.named_barrier(0, self.schedule.threads)
+        self.meet(("block", self.block), self.schedule.threads)
 
     def cluster_barrier(self):
         self.meet(("cluster", self.me // self.in_cluster), self.in_cluster)
@@ -354,9 +354,6 @@ class Launch:
             return values
 
         return self.meet(("reduce", self.me // 32), 32, False, value, reduced)[self.me]
-
-    def from_first_lane(self, value):
-        return self.meet(("first lane", self.me // 32), 32, False, value)[self.me // 32 * 32]
 
     # Shared memory
 
@@ -429,7 +426,8 @@ class Launch:
 
     # Copies that a thread waits for. They may land at any time until then: whatever touches the place meanwhile fails.
 
-    def copy_async(self, address, g_address, wanted):
+    def copy_async(self, address, g_address, wanted, policy=None):
+        assert policy == self.policy
         if wanted:
             assert g_address % VECTOR_BYTES == 0
             key = self.key(address, "vector", 4)
@@ -439,7 +437,9 @@ class Launch:
             for piece in self.pieces(key):
                 self.order.writes(self.me, piece)
             self.on_the_way.add(key)
-            self.copies[self.me][-1].append((key, self.read_vector(g_address)))
+            read = self.memory.read if self.neighbours_write else self.read
+            elements = [read(g_address + at, self.size) for at in range(0, VECTOR_BYTES, self.size)]
+            self.copies[self.me][-1].append((key, self.words(elements)))
 
     def commit(self):
         self.copies[self.me].append([])
@@ -478,9 +478,6 @@ class Launch:
     def show_mbarriers(self):
         for found in self.objects.values():
             found.shown |= found.maker == self.me
-
-    def arrive(self, address):
-        self.arrive_and_expect(address, 0)
 
     def arrive_and_expect(self, address, size):
         found = self.object(address)
@@ -537,27 +534,6 @@ class Launch:
     def evict_first(self):
         return EVICT_FIRST
 
-    def copy_bulk(self, address, g_address, size, s_barrier, wanted, policy=None):
-        assert policy == self.policy
-        if not wanted:
-            return
-        assert size > 0
-        assert size % VECTOR_BYTES == 0
-        assert g_address % VECTOR_BYTES == 0
-        vectors = []
-        for at in range(0, size, VECTOR_BYTES):
-            source = range(g_address + at, g_address + at + VECTOR_BYTES, self.size)
-            assert all(element in self.memory.cells for element in source), "a copy reads outside the tensor"
-            vectors.append(
-                (
-                    self.key(address + at, "vector", 4),
-                    lambda source=source: self.words([self.memory.read(element, self.size) for element in source]),
-                )
-            )
-        cuts = sorted(self.turns.random.choices(range(len(vectors) + 1), k=2))
-        pieces = [vectors[a:b] for a, b in zip([0, *cuts], [*cuts, len(vectors)], strict=True)]
-        self.put(self.block, self.object(s_barrier), pieces, VECTOR_BYTES)
-
     def send(self, address, words, s_barrier, block, wanted):
         if wanted:
             block += self.block // self.schedule.cluster * self.schedule.cluster
@@ -577,9 +553,6 @@ class Launch:
 
     def unpack(self, dtype, words):
         return [element for word in words for element in word]
-
-    def select_words(self, wanted, words, otherwise):
-        return words if wanted else [otherwise] * 4
 
     # Global memory
 
@@ -641,26 +614,46 @@ class Launch:
             before += self.read(address + 4 * i, 4) << 32 * i
         after = change(before)
         for i in range(words):
+            assert address + 4 * i in self.memory.writable
             self.memory.cells[address + 4 * i] = after >> 32 * i & 2**32 - 1
         self.versions[address] = self.versions.get(address, 0) + (after != before)
         self.turns.wake(("word", address))
         self.turns.pause()
         return before
 
-    def draw(self, address, wanted):
-        return self.atomic(address, lambda number: number + 1) if wanted else 0
-
     def add_64(self, address, value):
         self.atomic(address, lambda number: number + int(value), 2)
 
-    def load_relaxed_64(self, address):
-        # Who looks a third time waits until there is something new, or for ever.
+    def look(self, address):
+        """Who looks at the same for the third time waits until there is something new, or for ever."""
         last = [(address, self.versions.get(address, 0))] * 2
         while self.seen.get(self.me) == last:
             self.turns.wait(("word", address))
             last = [(address, self.versions[address])] * 2
         self.seen[self.me] = [*self.seen.get(self.me, ()), last[0]][-2:]
+
+    def load_relaxed_64(self, address):
+        self.look(address)
         return self.atomic(address, lambda number: number, 2)
+
+    def load_relaxed_four(self, address, wanted):
+        """Each by itself, of which the first that is missing is waited for."""
+        if not wanted:
+            return [0] * 4
+        assert address % VECTOR_BYTES == 0
+        words = range(address, address + VECTOR_BYTES, 4)
+        self.look(next((word for word in words if not self.memory.cells[word]), address))
+        return [self.atomic(word, lambda number: number) for word in words]
+
+    def store_relaxed(self, address, word):
+        self.atomic(address, lambda number: word)
+
+    def store_relaxed_64(self, address, word):
+        self.atomic(address, lambda number: word, 2)
+
+    def store_relaxed_four(self, address, words):
+        for i, word in enumerate(words):
+            self.store_relaxed(address + 4 * i, word)
 
     def exchange_add(self, address, value):
         clock = self.atomics.setdefault(address, self.order.new())
@@ -736,13 +729,24 @@ def statements(code):
     return found
 
 
+SIGN = 1 << 31
+
+
+def message_of(value):
+    return int((value + float32(0.0)).view(np.uint32)) ^ SIGN
+
+
+def number_of(message):
+    return np.array(message ^ SIGN if message else 0, np.uint32).view(float32)[()]
+
+
 ARITHMETIC = {
     "Float32": float32, "Int32": int, "Int64": int, "Boolean": bool,
     "cutlass": SimpleNamespace(
         const_expr=bool, range_constexpr=range, range=lambda *bounds, unroll: range(*map(int, bounds))
     ),
     "exp2": np.exp2, "log2": np.log2, "maximum": np.fmax, "smaller": min, "larger": max, "float_of": float32,
-    "divide": lambda a, b: a / b,
+    "divide": lambda a, b: a / b, "message_of": message_of, "number_of": number_of,
     "fma": lambda a, b, c: float32(np.float64(a) * np.float64(b) + np.float64(c)),
     "select_below": lambda index, bound, inside, outside: inside if 0 <= index < bound else outside,
 }  # fmt: skip

@@ -1,5 +1,6 @@
-"""The kernel with rings, all of it, run in Python by threads that take turns; see ``ring_model``."""
+"""The kernel of the plain case, all of it, run in Python by threads that take turns; see ``gpu_model``."""
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -9,14 +10,14 @@ pytest.importorskip("cutlass.cute", reason="cutedsl: nvidia-cutlass-dsl is not i
 
 import numpy as np
 import torch
-from cutedsl.ring_model import NAN, Launch, Memory, float32, lowest
+from cutedsl.gpu_model import NAN, SHARED_BEGIN, Launch, Memory, float32, lowest, message_of
 from cutedsl.test_memory import IGNORED, in_python
 from cutlass import BFloat16, Float32
-from loss_cutedsl import _cross_entropy_ring, _cross_entropy_total, _schedule, _workspace
-from loss_cutedsl._schedule import Ring
+from loss_cutedsl import _cross_entropy_plain, _cross_entropy_total, _schedule, _workspace
+from loss_cutedsl._schedule import PLAIN_ENTRY_WORDS, Schedule
 from torch.nn import functional
 
-LOGITS, GRAD, TARGET, BYTES, ITEMS, LOSS, LSE, DENOMINATOR, WORKSPACE, ROW_LOSS = range(1, 11)
+LOGITS, GRAD, TARGET, BYTES, ITEMS, LOSS, LSE, DENOMINATOR, WORKSPACE = range(1, 10)
 ITEM_COUNT = float32(7.5)
 KINDS = {
     "none": _cross_entropy_total.DENOMINATOR_ONE,
@@ -29,25 +30,23 @@ KINDS = {
 }
 
 
-class Kernel(_cross_entropy_ring.CrossEntropyRing):
+class Kernel(_cross_entropy_plain.CrossEntropyPlain):
     lowest = lowest
 
 
-class Late(Kernel):
-    def announce(self, facts, it, count):
-        """Before what has been counted is there."""
-        if facts.first == 0:
-            ring = _cross_entropy_ring
-            done_before = ring.exchange_add(it.g_workspace + ring.WORKSPACE_DONE * 4, 1)
-            ring.store_shared_word(facts.s_scratch + self.notes + ring.NOTE_DONE, done_before)
-            ring.add_64(it.g_workspace + ring.WORKSPACE_COUNT * 4, count)
+class Hasty(Kernel):
+    def lacks(self, wanted, a, b, c, d):
+        """Never: what has not come is taken for 0."""
+        return False
 
 
 class Case(NamedTuple):
-    """A launch. ``gap``, ``grad_gap``: elements between rows; ``offset``: of the first row, in a vector."""
+    """A launch. ``gap``, ``grad_gap``: elements between rows; ``offset``: of the first row, in a vector.
 
-    ring: Ring
-    grid: int
+    ``slices``: of the targets, that are counted; ``parts``: slices of the losses.
+    """
+
+    schedule: Schedule
     rows: int
     cols: int
     gradient: bool = True
@@ -60,7 +59,8 @@ class Case(NamedTuple):
     ignored: str = "every third"
     beyond: bool = False  # targets that are no class
     masked: bool = False  # logits that are -inf
-    slices: int = 1
+    slices: int = 2
+    parts: int = 1
     target_bits: int = 64
     z_loss: float = 0.0
     scale: float = 1.0
@@ -95,11 +95,11 @@ def launch(monkeypatch, case, seed, resident, workspace, kernel_class=Kernel):
     stride, grad_stride = case.cols + case.gap, case.cols + (case.gap if case.in_place else case.grad_gap)
     ragged = any(number % width for number in (case.offset, case.cols, stride, grad_stride))
     vectors = _schedule.most_vectors(case.cols, width, ragged)
-    ring = case.ring._replace(held=case.ring.chunks(vectors) if case.gradient else 0)
+    schedule = case.schedule
     scalar = case.reduction != "none"
     memory = Memory()
 
-    arguments = dict.fromkeys(("g_grad", "g_row_loss"), 0) | denominator_arguments(memory, case)
+    arguments = dict.fromkeys(("g_grad",), 0) | denominator_arguments(memory, case)
     arguments["g_logits"] = memory.matrix(LOGITS, size, case.logits(), stride, case.offset, case.in_place)
     if case.gradient:
         empty = np.full((case.rows, case.cols), NAN, float32)
@@ -108,29 +108,28 @@ def launch(monkeypatch, case, seed, resident, workspace, kernel_class=Kernel):
             if case.in_place
             else memory.matrix(GRAD, size, empty, grad_stride, case.offset, writable=True)
         )
-    if scalar:
-        arguments["g_row_loss"] = memory.vector(ROW_LOSS, 4, [NAN] * (-(-case.rows // 4) * 4))
     kernel = in_python(kernel_class)(
-        case.dtype, ring, ragged, target_bits=case.target_bits, gradient=case.gradient, scalar=scalar,
+        case.dtype, schedule, ragged, target_bits=case.target_bits, gradient=case.gradient, scalar=scalar,
         evicts_first=not case.gradient and scalar,
     )  # fmt: skip
-    word_bytes = kernel.groups * (kernel.scratch_bytes + kernel.control_bytes)
     Launch(
-        kernel, memory, case.grid, seed, resident, shared_bytes=ring.shared_bytes(), word_bytes=word_bytes
+        kernel, memory, (case.rows + case.parts * scalar) * schedule.cluster, seed, resident,
+        shared_bytes=_schedule.shared_bytes(schedule, vectors, 1, PLAIN_ENTRY_WORDS), word_bytes=kernel.scratch_bytes,
+        neighbours_write=case.in_place and ragged,
     ).run(
-        monkeypatch, kernel.cross_entropy_ring_kernel, logits_stride=stride, grad_stride=grad_stride,
+        monkeypatch, kernel.cross_entropy_plain_kernel, logits_stride=stride, grad_stride=grad_stride,
         g_target=memory.vector(TARGET, case.target_bits // 8, case.targets(), False),
         g_loss=memory.vector(LOSS, 4, [None] * (1 if scalar else case.rows)),
         g_lse=memory.vector(LSE, 4, [None] * case.rows),
-        g_workspace=memory.vector(WORKSPACE, 4, workspace), rows=case.rows, slices=case.slices,
-        denominator_kind=KINDS[case.reduction], items=ITEM_COUNT, cols=case.cols, chunks=ring.chunks(vectors),
+        g_workspace=memory.vector(WORKSPACE, 4, workspace) if scalar else 0, rows=case.rows, slices=case.slices,
+        denominator_kind=KINDS[case.reduction], items=ITEM_COUNT, cols=case.cols, chunks=schedule.chunks(vectors),
         ignore_index=IGNORED, z_loss=float32(case.z_loss), logit_scale=float32(case.scale), **arguments,
     )  # fmt: skip
 
     grad = None
     if case.gradient:
         grad = memory.written_matrix(arguments["g_grad"], size, (case.rows, case.cols), grad_stride)
-    return [*loss_denominator_lse(memory, case), grad], memory.words(WORKSPACE, len(workspace))
+    return [*loss_denominator_lse(memory, case), grad], memory.words(WORKSPACE, len(workspace)) if scalar else workspace
 
 
 def byte_counts(case):
@@ -178,12 +177,18 @@ def exact(case):
 
 
 def check(monkeypatch, case, seeds=2):
-    """Launches one after the other, each in another order and with the workspace that the one before left."""
-    workspace = [0] * (2 * _workspace.RING_WORKSPACE_WORDS)
+    """Launches one after the other, each in another order and with the workspace that the one before left.
+
+    All clusters at a time, or one beside those that wait for the losses, who then are to look in vain but once.
+    """
+    workspace = [0] * (2 * _workspace.plain_workspace_words(case.rows))
     first = None
     for seed in range(seeds):
-        clusters = case.grid // case.ring.cluster
-        got, workspace = launch(monkeypatch, case, seed, 1 if seed % 2 else clusters, workspace)
+        few = seed % 2
+        with monkeypatch.context() as patch:
+            patch.setattr(_cross_entropy_plain, "LOOKS", 1 if few else 10**9)
+            resident = case.parts + 1 if few else case.parts + case.rows
+            got, workspace = launch(patch, case, seed, resident, workspace)
         assert workspace == [0] * len(workspace)
         first = first or got
         for value, before, wanted in zip(got, first, exact(case), strict=True):
@@ -195,19 +200,27 @@ def check(monkeypatch, case, seeds=2):
                 )
 
 
-# Threads of a group, groups, blocks of a cluster, chunks in a ring, vectors of a chunk a thread.
-RINGS = [Ring(64, 1, 1, 1, 2), Ring(64, 1, 1, 4, 1), Ring(64, 2, 1, 2, 1), Ring(64, 1, 2, 1, 2), Ring(64, 1, 2, 3, 1)]
-rings = pytest.mark.parametrize("ring", RINGS, ids=lambda ring: "-".join(map(str, ring[:5])))
+# Threads of a block, blocks of a cluster, vectors a step.
+ONE, TWO, PAIR, FOUR = (
+    Schedule(threads, threads, cluster, 1, unroll, 1)
+    for threads, cluster, unroll in [(64, 1, 2), (64, 1, 1), (64, 2, 2), (32, 4, 1)]
+)
+
+
+def schedules(*some):
+    return pytest.mark.parametrize("schedule", some, ids=lambda schedule: "-".join(map(str, schedule[:5])))
+
+
 gradients = pytest.mark.parametrize("gradient", [False, True], ids=["loss", "gradient"])
 
 
-@rings
+@schedules(ONE, TWO, PAIR, FOUR)
 @gradients
-def test_rows_of_several_chunks(monkeypatch, gradient, ring):
-    check(monkeypatch, Case(ring, 2, 5, 600, gradient, masked=ring.unroll == 2))
+def test_rows_of_several_chunks(monkeypatch, gradient, schedule):
+    check(monkeypatch, Case(schedule, 3, 1100, gradient, masked=schedule.unroll == 2))
 
 
-@rings
+@schedules(ONE, TWO, PAIR, FOUR)
 @pytest.mark.parametrize(
     ("gradient", "dtype", "cols", "offset", "gap", "grad_gap"),
     [
@@ -215,58 +228,100 @@ def test_rows_of_several_chunks(monkeypatch, gradient, ring):
         (True, BFloat16, 1019, 5, 8, 16), (False, BFloat16, 515, 7, 0, 0),
     ],
 )  # fmt: skip
-def test_ragged_rows(monkeypatch, gradient, dtype, cols, offset, gap, grad_gap, ring):
+def test_ragged_rows(monkeypatch, gradient, dtype, cols, offset, gap, grad_gap, schedule):
     """The first begins and the last ends inside a vector that is not all of the tensor's."""
-    check(monkeypatch, Case(ring, 2, 4, cols, gradient, "sum", dtype, offset, gap, grad_gap), seeds=1)
+    check(monkeypatch, Case(schedule, 4, cols, gradient, "sum", dtype, offset, gap, grad_gap), seeds=1)
 
 
 @pytest.mark.parametrize("ignored", ["none", "all", "first", "all but first", "all but last"])
 @pytest.mark.parametrize(
-    ("ring", "gradient"), [(RINGS[2], True), (RINGS[3], False), (RINGS[4], True)], ids=["groups", "cluster", "deep"]
+    ("schedule", "gradient"), [(TWO, True), (PAIR, False), (FOUR, True)], ids=["two", "pair", "four"]
 )
-def test_ignored_rows(monkeypatch, ring, gradient, ignored):
-    check(monkeypatch, Case(ring, 2, 7, 40, gradient, dtype=BFloat16, ignored=ignored), seeds=2)
+def test_ignored_rows(monkeypatch, schedule, gradient, ignored):
+    check(monkeypatch, Case(schedule, 5, 40, gradient, dtype=BFloat16, ignored=ignored))
 
 
 @pytest.mark.parametrize("reduction", KINDS)
 @gradients
 def test_reductions(monkeypatch, gradient, reduction):
     if not gradient or reduction != "none":
-        check(monkeypatch, Case(RINGS[2], 2, 5, 36, gradient, reduction, z_loss=1e-3, scale=0.5), seeds=1)
+        check(monkeypatch, Case(TWO, 5, 36, gradient, reduction, z_loss=1e-3, scale=0.5), seeds=1)
 
 
-@pytest.mark.parametrize(("grid", "rows"), [(1, 1), (4, 3), (4, 12)])
-@pytest.mark.parametrize(("ring", "gradient"), [(RINGS[2], False), (RINGS[4], True)], ids=["groups", "cluster"])
-def test_rows_and_blocks(monkeypatch, ring, gradient, grid, rows):
-    check(monkeypatch, Case(ring, max(grid, ring.cluster), rows, 24, gradient, ignored="none", target_bits=32), seeds=2)
+@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize(("schedule", "gradient"), [(TWO, False), (PAIR, True)], ids=["two", "pair"])
+def test_counts(monkeypatch, schedule, gradient, slices, rows):
+    slices = min(rows, slices)
+    check(monkeypatch, Case(schedule, rows, 24, gradient, ignored="none", slices=slices, target_bits=32))
 
 
-def test_slices(monkeypatch):
-    """More than there are blocks, or each with more rows than threads that count."""
-    check(monkeypatch, Case(RINGS[1], 1, 35, 4, True, "byte_mean, 8", ignored="all but last"), seeds=1)
-    check(monkeypatch, Case(RINGS[4], 4, 6, 4, True, slices=9), seeds=2)
-    check(monkeypatch, Case(RINGS[0], 2, 34, 4, True, slices=2, ignored="all but first"), seeds=2)
+@pytest.mark.parametrize("parts", [2, 3])
+@schedules(ONE, FOUR)
+def test_losses_are_added_in_parts(monkeypatch, schedule, parts):
+    check(monkeypatch, Case(schedule, 7, 8, schedule is ONE, "byte_mean, 8", parts=parts))
 
 
-@pytest.mark.parametrize("ignored", ["all", "first", "every third"])
+def test_sums_that_are_added_before_they_have_come_are_found_out(monkeypatch):
+    case = Case(ONE, 9, 8, False, "sum", parts=3)
+    workspace = [0] * (2 * _workspace.plain_workspace_words(case.rows))
+    got, after = launch(monkeypatch, case, 0, case.rows + case.parts, workspace, Hasty)
+    assert after != workspace
+    assert not np.allclose(got[0], exact(case)[0])
+
+
+def run_alone(monkeypatch, memory, rows, function, **given):
+    """Run a function of the kernel's by one block."""
+    kernel = in_python(Kernel)(Float32, ONE, False, target_bits=64, gradient=False, scalar=True, evicts_first=False)
+    launched = Launch(kernel, memory, 1, 0, 1, shared_bytes=kernel.scratch_bytes, word_bytes=kernel.scratch_bytes)
+    it = SimpleNamespace(rows=rows, ignore_index=IGNORED, **given)
+
+    def run():
+        function(kernel, SimpleNamespace(thread=launched.me, rank=0, s_scratch=SHARED_BEGIN), it)
+
+    launched.run(monkeypatch, run)
+
+
+@pytest.mark.parametrize("rows", [1, 255, 256, 257, 600])
+def test_more_losses_than_are_taken_up_at_a_time(monkeypatch, rows):
+    monkeypatch.setattr(_cross_entropy_plain, "LOSSES_UNROLL", 1)
+    losses = np.random.default_rng(rows).standard_normal(rows).astype(float32)
+    losses[::5] = -0.0
+    words = [0] * (2 * _workspace.plain_workspace_words(rows))
+    at = _workspace.WORKSPACE_LOSSES
+    words[at : at + rows] = map(message_of, losses)
+    memory = Memory()
+    run_alone(
+        monkeypatch, memory, rows, lambda kernel, facts, it: kernel.take_up_losses(facts, it, 0, 0), slices=0,
+        g_workspace=memory.vector(WORKSPACE, 4, words), g_loss=memory.vector(LOSS, 4, [None]), g_denominator=0,
+        denominator_kind=KINDS["sum"],
+    )  # fmt: skip
+    np.testing.assert_allclose(memory.words(LOSS, 1)[0], losses.astype(float).sum(), rtol=1e-6, atol=1e-6)
+    assert memory.words(WORKSPACE, len(words)) == [0] * len(words)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65, 300])
 @pytest.mark.parametrize("reduction", ["mean", "byte_mean, 4", "byte_mean, 8"])
-@pytest.mark.parametrize(("grid", "rows"), [(4, 2), (2, 9)])
-@pytest.mark.parametrize("ring", [RINGS[2], RINGS[4]], ids=["groups", "cluster"])
-def test_teams_count_their_own_rows(monkeypatch, ring, grid, rows, reduction, ignored):
-    """Fewer than there are teams, or several each."""
-    check(monkeypatch, Case(ring, grid, rows, 8, False, reduction, ignored=ignored), seeds=2)
-
-
-def test_more_rows_than_are_added_at_a_time(monkeypatch):
-    monkeypatch.setattr(_cross_entropy_ring, "ROWS_UNROLL", 1)
-    check(monkeypatch, Case(RINGS[2], 2, 270, 4, False, "byte_mean, 8"), seeds=1)
-
-
-def test_counts_that_come_after_the_announcement_are_found_out(monkeypatch):
-    for seed in range(3):
-        workspace = [0] * (2 * _workspace.RING_WORKSPACE_WORDS)
-        with pytest.raises(AssertionError, match="in no order"):
-            launch(monkeypatch, Case(RINGS[1], 2, 5, 24, False), seed, 2, workspace, Late)
+def test_more_targets_than_are_counted_at_a_time(monkeypatch, reduction, rows):
+    """By two blocks, one after the other."""
+    monkeypatch.setattr(_cross_entropy_plain, "TARGETS_UNROLL", 2)
+    case = Case(ONE, rows, 7, reduction=reduction)
+    words = [0] * (2 * _workspace.plain_workspace_words(rows))
+    for number in range(2):
+        memory = Memory()
+        arguments = denominator_arguments(memory, case)
+        run_alone(
+            monkeypatch, memory, rows, lambda kernel, facts, it, number=number: kernel.count_slice(facts, it, number),
+            slices=2, g_workspace=memory.vector(WORKSPACE, 4, words), denominator_kind=KINDS[reduction],
+            g_target=memory.vector(TARGET, 8, case.targets(), False), g_bytes=arguments["g_bytes"],
+        )  # fmt: skip
+        words = memory.words(WORKSPACE, len(words))
+    wanted = [1 if reduction == "mean" else byte_counts(case)[row] for row in range(rows)]
+    count = sum(wanted[row] for row, target in enumerate(case.targets()) if target != IGNORED)
+    warps = 2 * ONE.threads // 32
+    for copy in range(_workspace.COUNT_COPIES):
+        low, high = words[copy * _workspace.COUNT_WORDS :][:2]
+        assert low + (high << 32) == count + (warps << _cross_entropy_plain.WARPS_SHIFT)
 
 
 class Far(Case):
@@ -286,19 +341,19 @@ class Far(Case):
         return x.clip(-largest, largest).astype(float32)
 
 
-@pytest.mark.parametrize("ring", [RINGS[1], RINGS[3]], ids=["block", "cluster"])
+@schedules(TWO, FOUR)
 @gradients
-def test_rows_far_from_zero(monkeypatch, gradient, ring):
-    check(monkeypatch, Far(ring, 2, 11, 140, gradient, "sum", ignored="none", scale=0.5), seeds=1)
+def test_rows_far_from_zero(monkeypatch, gradient, schedule):
+    check(monkeypatch, Far(schedule, 11, 140, gradient, "sum", ignored="none", scale=0.5), seeds=1)
 
 
-@pytest.mark.parametrize("ring", [RINGS[1], RINGS[3]], ids=["block", "cluster"])
+@schedules(TWO, FOUR)
 @gradients
-def test_targets_that_are_no_class(monkeypatch, gradient, ring):
-    check(monkeypatch, Case(ring, 2, 7, 26, gradient, "sum" if gradient else "none", beyond=True), seeds=1)
+def test_targets_that_are_no_class(monkeypatch, gradient, schedule):
+    check(monkeypatch, Case(schedule, 7, 26, gradient, "sum" if gradient else "none", beyond=True), seeds=1)
 
 
-@pytest.mark.parametrize("ring", [RINGS[0], RINGS[2]], ids=["block", "groups"])
+@schedules(ONE, PAIR, FOUR)
 @pytest.mark.parametrize(("cols", "offset", "gap"), [(264, 0, 0), (263, 1, 0), (37, 3, 2)])
-def test_in_place(monkeypatch, cols, offset, gap, ring):
-    check(monkeypatch, Case(ring, 2, 6, cols, in_place=True, offset=offset, gap=gap), seeds=1)
+def test_in_place(monkeypatch, cols, offset, gap, schedule):
+    check(monkeypatch, Case(schedule, 5, cols, in_place=True, offset=offset, gap=gap), seeds=1)
