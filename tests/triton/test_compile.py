@@ -18,8 +18,8 @@ TARGETS = {
     "gfx950": ("hip", "gfx950", 64),
 }
 
-PROGRAM = """
-import collections, torch
+PROGRAM = r"""
+import collections, re, torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
@@ -33,11 +33,13 @@ class Driver:
     def get_benchmarker(self): return None
 
 driver.set_active(Driver())
-launch, compiled = JITFunction.run, collections.Counter()
+launch, compiled = JITFunction.run, collections.defaultdict(list)
+access = re.compile(r"griddepcontrol\.\w+|(?:ld|st|atom|red|prefetch)\.[\w.]*global[\w.:]*")
 
 def compile_only(self, *args, grid, warmup, **kwargs):
     kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-    compiled[self.__name__] += 1
+    early = getattr(kernel.metadata, "launch_pdl", None)
+    compiled[self.__name__].append([early, access.findall(kernel.asm.get("ptx", ""))])
     binary = [kernel.asm[name] for name in ("cubin", "hsaco") if name in kernel.asm]
     assert binary and len(binary[0]) > 1000, f"no machine code for {{self.__name__}}"
     return kernel
@@ -99,13 +101,42 @@ for module in (
     for name, value in vars(source).items():
         if isinstance(getattr(value, "jit", value), JITFunction) and name.endswith("_kernel"):
             kernels.add(name)
-report([sorted(compiled), sorted(kernels)])
+report([compiled, sorted(kernels)])
 """
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_kernel_compiles(target, tmp_path):
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in TARGETS])
+def target(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def reported(target, tmp_path_factory):
+    """By kernel, of each of its binaries: launch_pdl, and in PTX its accesses to memory and to the grid before it.
+
+    And the names of all kernels.
+    """
     program = PROGRAM.format(target=TARGETS[target], thorough=target == "sm_90a")
-    compiled, kernels = run_python(program, TRITON_CACHE_DIR=str(tmp_path))
+    return run_python(program, TRITON_CACHE_DIR=str(tmp_path_factory.mktemp(target)))
+
+
+def test_every_kernel_compiles(reported):
+    compiled, kernels = reported
     assert set(kernels) <= set(compiled), f"never launched: {set(kernels) - set(compiled)}"
     assert len(kernels) >= 6
+
+
+def test_what_is_launched_early_waits_before_it_touches_memory(target, reported):
+    compiled, _ = reported
+    backend, architecture, _ = TARGETS[target]
+    dependent = {"cross_entropy_bwd_kernel", "cross_entropy_rescale_live_kernel"}
+    for name, binaries in compiled.items():
+        for early, accesses in binaries:
+            if backend != "cuda":
+                # The option is unknown there.
+                assert early is None, name
+                continue
+            waits = architecture >= 90 and name in dependent
+            assert early == waits, name
+            assert (accesses[0] == "griddepcontrol.wait") == waits, name
+            assert accesses.count("griddepcontrol.wait") == waits, name

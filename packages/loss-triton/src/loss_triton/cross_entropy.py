@@ -42,7 +42,7 @@ from loss_triton.denominator import (
     sum_and_count,
     supply,
 )
-from loss_triton.launch import Launch, kernel, prepared, refuse_float64
+from loss_triton.launch import Launch, can_depend, kernel, prepared, refuse_float64
 from loss_triton.rows import (
     LOG2_E,
     argument_of,
@@ -539,7 +539,7 @@ def _backward_plan(
     lanes, block = backward_schedule(classes, vector)
     constants = (
         weighted, options.label_smoothing > 0, options.softcap is not None, options.total_classes is not None,
-        skip_if_one, vector, edges, lanes, block,
+        skip_if_one, vector, edges, lanes, block, can_depend(device),
     )  # fmt: skip
     key = device.index, dtype, target_dtype, grad_loss_dtype, whole
     return prepared(cross_entropy_bwd_kernel, key, constants, lanes), few_programs(device), numbers_of(options, classes)
@@ -554,6 +554,7 @@ def cross_entropy_rescale_live(grad_loss: Tensor, grad: Tensor, target: Tensor, 
     vector, edges = alignment(grad.element_size(), classes, grad.data_ptr(), grad.stride(0))
     lanes, block = backward_schedule(classes, vector)
     key = grad.device.index, grad.dtype, grad_loss.dtype, target.dtype
-    launch = prepared(cross_entropy_rescale_live_kernel, key, (vector, edges, lanes, block), lanes)
+    constants = vector, edges, lanes, block, can_depend(grad.device)
+    launch = prepared(cross_entropy_rescale_live_kernel, key, constants, lanes)
     programs = min(rows, few_programs(grad.device))
     launch(programs, (grad_loss, grad, target), rows, classes, grad.stride(0), ignore_index)

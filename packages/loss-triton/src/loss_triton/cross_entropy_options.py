@@ -288,7 +288,7 @@ def cross_entropy_bwd_kernel(
     label_smoothing: tl.float32, z_loss: tl.float32, softcap: tl.float32, logit_scale: tl.float32,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, CAPPED: tl.constexpr, SHARD: tl.constexpr,
     SKIP_IF_ONE: tl.constexpr,
-    VECTOR: tl.constexpr, EDGES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr, EDGES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """grad = grad_loss * d loss / d logits, from the logits and their saved lse; the plain case is one of its options.
 
@@ -297,6 +297,9 @@ def cross_entropy_bwd_kernel(
     grad_loss_ptr: one element, or with grad_loss_stride one per row; float. lse_ptr: (rows,) float32.
     denominator_ptr: None or float32, of which it is the element denominator_at. Others as above.
     """
+    # Usually it follows the fill of grad_loss and leaves at once: most of its time is that of being launched.
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     if SKIP_IF_ONE:
         if tl.load(grad_loss_ptr).to(tl.float32) == 1.0:
             return
@@ -361,12 +364,15 @@ def cross_entropy_bwd_kernel(
 @kernel
 def cross_entropy_rescale_live_kernel(
     grad_loss_ptr, grad_ptr, target_ptr, rows, classes, grad_stride: tl.int64, ignore_index: tl.int64,
-    VECTOR: tl.constexpr, EDGES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr, EDGES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """grad *= grad_loss in rows that are not ignored, unless that is 1. One program takes every num_programs-th row.
 
     grad_loss_ptr: one element, float. grad_ptr: (rows, classes), float. target_ptr: (rows,), int32, int64 or uint8.
     """
+    # As in the backward kernel.
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     grad_loss = tl.load(grad_loss_ptr).to(tl.float32)
     if grad_loss == 1.0:
         return

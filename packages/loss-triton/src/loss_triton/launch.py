@@ -23,6 +23,8 @@ from triton.runtime import driver
 
 _WARP = 64 if torch.version.hip else 32
 
+_INTERPRETED = triton.knobs.runtime.interpret
+
 # Called by a profiler around each launch.
 _hooks = triton.knobs.runtime
 
@@ -34,12 +36,22 @@ class Launch:
     """A kernel with the values of its constants; called with a number of programs and the other arguments.
 
     The first call compiles. All calls must agree in the device, in the dtypes of tensors and in which are None.
+
+    A kernel whose constant DEPENDENT is true may begin while the launch before it ends: it has to wait with
+    ``gdc_wait`` before it reads or writes anything, on every path. See ``can_depend``.
     """
 
-    __slots__ = ("_address", "_compiled", "_constants", "_device", "_front", "_jit", "_launch", "_stream_of", "_warps")
+    __slots__ = (
+        "_address", "_compiled", "_constants", "_device", "_front", "_jit", "_launch", "_options", "_stream_of",
+    )  # fmt: skip
 
     def __init__(self, kernel: Kernel, constants: tuple[Any, ...], threads: int) -> None:
-        self._jit, self._constants, self._warps = kernel.jit, constants, max(1, threads // _WARP)
+        self._jit, self._constants = kernel.jit, constants
+        self._options: dict[str, Any] = {"num_warps": max(1, threads // _WARP)}
+        # Read off the constants, so that no kernel is launched early that does not wait. Other backends than NVIDIA's
+        # refuse the option, whatever its value.
+        if dict(zip(kernel.constants, constants, strict=True)).get("DEPENDENT"):
+            self._options["launch_pdl"] = True
         self._compiled: Any = None
 
     def __call__(self, programs: int, tensors: tuple[Tensor | None, ...], *numbers: float) -> None:
@@ -58,7 +70,7 @@ class Launch:
 
     def _compile(self, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]) -> None:
         """Compile, launch, and keep the binary."""
-        compiled = self._jit[programs,](*tensors, *numbers, *self._constants, num_warps=self._warps)
+        compiled = self._jit[programs,](*tensors, *numbers, *self._constants, **self._options)
         # The interpreter has no binary to keep.
         if compiled is not None:
             self._launch, self._front = _launcher_of(compiled)
@@ -95,14 +107,29 @@ def prepared(kernel: Kernel, key: tuple[Any, ...], constants: tuple[Any, ...], t
     return Launch(kernel, constants, threads)
 
 
+@functools.cache
+def can_depend(device: torch.device) -> bool:
+    """Whether a kernel on `device`, the current one, can have the constant DEPENDENT (see ``Launch``)."""
+    # The interpreter has neither a driver to ask nor the instruction.
+    if _INTERPRETED:
+        return False
+    target = driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 90
+
+
 class Kernel:
-    """A Triton kernel that is specialised on dtypes and constants alone; ``jit`` is what Triton makes of it."""
+    """A Triton kernel that is specialised on dtypes and constants alone.
+
+    Attributes:
+        jit: what Triton makes of it.
+        constants: names of its constants, its last parameters.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(function).parameters
         # Annotations are strings where a module defers them.
-        variable = [p.name for p in parameters if "constexpr" not in str(p.annotation)]
-        self.jit = triton.jit(function, do_not_specialize=variable)
+        self.constants = [name for name, p in parameters.items() if "constexpr" in str(p.annotation)]
+        self.jit = triton.jit(function, do_not_specialize=[name for name in parameters if name not in self.constants])
         self.__doc__ = function.__doc__
 
 
