@@ -61,6 +61,7 @@ class Case(NamedTuple):
     masked: bool = False  # logits that are -inf
     slices: int = 2
     parts: int = 1
+    held: bool = True
     target_bits: int = 64
     z_loss: float = 0.0
     scale: float = 1.0
@@ -110,12 +111,12 @@ def launch(monkeypatch, case, seed, resident, workspace, kernel_class=Kernel):
         )
     kernel = in_python(kernel_class)(
         case.dtype, schedule, ragged, target_bits=case.target_bits, gradient=case.gradient, scalar=scalar,
-        evicts_first=not case.gradient and scalar,
+        held=case.held, evicts_first=case.held and not case.gradient and scalar,
     )  # fmt: skip
     Launch(
         kernel, memory, (case.rows + case.parts * scalar) * schedule.cluster, seed, resident,
-        shared_bytes=_schedule.shared_bytes(schedule, vectors, 1, PLAIN_ENTRY_WORDS), word_bytes=kernel.scratch_bytes,
-        neighbours_write=case.in_place and ragged,
+        shared_bytes=_schedule.shared_bytes(schedule, vectors, int(case.held), PLAIN_ENTRY_WORDS),
+        word_bytes=kernel.scratch_bytes, neighbours_write=case.in_place and ragged,
     ).run(
         monkeypatch, kernel.cross_entropy_plain_kernel, logits_stride=stride, grad_stride=grad_stride,
         g_target=memory.vector(TARGET, case.target_bits // 8, case.targets(), False),
@@ -233,6 +234,16 @@ def test_ragged_rows(monkeypatch, gradient, dtype, cols, offset, gap, grad_gap, 
     check(monkeypatch, Case(schedule, 4, cols, gradient, "sum", dtype, offset, gap, grad_gap), seeds=1)
 
 
+@schedules(ONE, TWO)
+@pytest.mark.parametrize(
+    ("dtype", "cols", "offset", "gap"),
+    [(Float32, 1100, 0, 0), (Float32, 261, 3, 0), (BFloat16, 1019, 5, 8), (BFloat16, 24, 0, 0), (BFloat16, 3, 1, 0)],
+)
+def test_rows_that_stream(monkeypatch, dtype, cols, offset, gap, schedule):
+    case = Case(schedule, 4, cols, False, dtype=dtype, offset=offset, gap=gap, held=False, masked=dtype is Float32)
+    check(monkeypatch, case)
+
+
 @pytest.mark.parametrize("ignored", ["none", "all", "first", "all but first", "all but last"])
 @pytest.mark.parametrize(
     ("schedule", "gradient"), [(TWO, True), (PAIR, False), (FOUR, True)], ids=["two", "pair", "four"]
@@ -272,7 +283,9 @@ def test_sums_that_are_added_before_they_have_come_are_found_out(monkeypatch):
 
 def run_alone(monkeypatch, memory, rows, function, **given):
     """Run a function of the kernel's by one block."""
-    kernel = in_python(Kernel)(Float32, ONE, False, target_bits=64, gradient=False, scalar=True, evicts_first=False)
+    kernel = in_python(Kernel)(
+        Float32, ONE, False, target_bits=64, gradient=False, scalar=True, held=True, evicts_first=False
+    )
     launched = Launch(kernel, memory, 1, 0, 1, shared_bytes=kernel.scratch_bytes, word_bytes=kernel.scratch_bytes)
     it = SimpleNamespace(rows=rows, ignore_index=IGNORED, **given)
 
@@ -318,10 +331,8 @@ def test_more_targets_than_are_counted_at_a_time(monkeypatch, reduction, rows):
         words = memory.words(WORKSPACE, len(words))
     wanted = [1 if reduction == "mean" else byte_counts(case)[row] for row in range(rows)]
     count = sum(wanted[row] for row, target in enumerate(case.targets()) if target != IGNORED)
-    warps = 2 * ONE.threads // 32
-    for copy in range(_workspace.COUNT_COPIES):
-        low, high = words[copy * _workspace.COUNT_WORDS :][:2]
-        assert low + (high << 32) == count + (warps << _cross_entropy_plain.WARPS_SHIFT)
+    low, high = words[_workspace.WORKSPACE_COUNT :][:2]
+    assert low + (high << 32) == count + (2 * ONE.threads // 32 << _cross_entropy_plain.WARPS_SHIFT)
 
 
 class Far(Case):
@@ -351,6 +362,10 @@ def test_rows_far_from_zero(monkeypatch, gradient, schedule):
 @gradients
 def test_targets_that_are_no_class(monkeypatch, gradient, schedule):
     check(monkeypatch, Case(schedule, 7, 26, gradient, "sum" if gradient else "none", beyond=True), seeds=1)
+
+
+def test_targets_that_are_no_class_of_rows_that_stream(monkeypatch):
+    check(monkeypatch, Case(TWO, 7, 26, False, "none", beyond=True, held=False), seeds=1)
 
 
 @schedules(ONE, PAIR, FOUR)

@@ -160,13 +160,12 @@ def test_workspace_has_room_for_the_counters_and_for_every_sum_of_every_block(bl
 
 def test_workspace_of_the_plain_case():
     space, plain, total = _workspace, _cross_entropy_plain, _cross_entropy_total
-    # Each copy of the count has a line of the L2 to itself.
-    assert space.COUNT_WORDS * 4 == 128
-    assert space.WORKSPACE_COUNTS + space.COUNT_COPIES * space.COUNT_WORDS <= space.WORKSPACE_PARTS
+    # The count has a line of the L2 to itself, and is a word of 64 bits.
+    assert space.WORKSPACE_COUNT % 2 == 0
+    assert (space.WORKSPACE_PARTS - space.WORKSPACE_COUNT) * 4 >= 128
     # The last slice's sum is not told; a warp takes the others up, a vector a lane.
     assert space.WORKSPACE_PARTS + space.MOST_PARTS - 1 <= space.WORKSPACE_LOSSES
     assert space.MOST_PARTS - 1 <= 4 * 32
-    assert space.COUNT_COPIES <= 32
     assert space.WORKSPACE_PARTS % 4 == space.WORKSPACE_LOSSES % 4 == 0
     for rows in (1, 3, 4, 5, 1000):
         assert 2 * space.plain_workspace_words(rows) >= space.WORKSPACE_LOSSES + -(-rows // 4) * 4
@@ -176,27 +175,32 @@ def test_workspace_of_the_plain_case():
 
 
 @pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("gradient", [True, False])
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_plain_schedules_fit_and_take_every_vector_of_a_row(capability, ragged):
+def test_plain_schedules_fit_and_take_every_vector_of_a_row(capability, gradient, ragged):
     machine = _schedule.machine(capability, 132)
-    found = 0
-    for vectors in range(1, 40000, 7):
-        schedule = _schedule.plain(machine, vectors, ragged)
-        if schedule is None:
+    most = 0
+    for vectors in [*range(129, 40000, 7), _schedule.LARGEST // 4]:
+        found = _schedule.plain(machine, vectors, ragged, gradient)
+        if found is None:
+            assert gradient
             continue
-        found += 1
+        most = vectors
+        schedule, held = found
+        assert held or not gradient
         assert machine.clusters or schedule.cluster == 1
         assert schedule.cluster <= 8, "what every GPU with clusters allows"
         assert schedule.stages == schedule.groups == 1
         # The notes are seen through the exchange, which one warp has not.
         assert schedule.threads >= 64
-        needed = _schedule.shared_bytes(schedule, vectors, 1, _schedule.PLAIN_ENTRY_WORDS)
+        needed = _schedule.shared_bytes(schedule, vectors, int(held), _schedule.PLAIN_ENTRY_WORDS)
         assert needed <= machine.block_bytes
         assert (schedule.chunks(vectors) - 1) * schedule.unroll * schedule.threads * schedule.cluster < vectors
         if capability == (9, 0):
             assert (schedule.blocks - 1) * (needed + _schedule.RESERVED_BYTES) <= machine.processor_bytes, vectors
             assert schedule.blocks * schedule.threads <= 2048
-    assert found > (32000 if machine.clusters else 1900) / 7
+    assert most >= (_schedule.LARGEST // 4 if not gradient else 32700 if machine.clusters else 2000)
+    assert _schedule.plain(machine, 128, ragged, gradient) is None
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8192, 10**6, _schedule.MOST_PLAIN_ROWS])
@@ -204,7 +208,7 @@ def test_plain_schedules_fit_and_take_every_vector_of_a_row(capability, ragged):
 @pytest.mark.parametrize("vectors", [200, 4000, 32000])
 def test_plain_grids(vectors, processors, rows):
     machine = _schedule.machine((9, 0), processors)
-    schedule = _schedule.plain(machine, vectors, False)
+    schedule, _ = _schedule.plain(machine, vectors, False, True)
     resident = _schedule.most_blocks(
         machine, schedule, _schedule.shared_bytes(schedule, vectors, 1, _schedule.PLAIN_ENTRY_WORDS)
     )

@@ -1,6 +1,7 @@
 """Cross-entropy's forward in the plain case, at its best: a block, or a cluster, has one row and ends with it.
 
-It copies the row to shared memory, sums it, tells its loss and writes the gradient. As many blocks as there is room for
+It copies the row to shared memory, sums it, tells its loss and writes the gradient. Without a gradient some widths need
+not be held, but stream through registers. As many blocks as there is room for
 are under way at a time, so that the start and the end of one fall together with the middle of others. None waits for
 what it has stored, and none for another block, but for two things:
 
@@ -32,6 +33,7 @@ from ._device import (
     float_of,
     larger,
     load_element,
+    load_global_or,
     load_integer,
     load_relaxed_64,
     load_relaxed_four,
@@ -53,20 +55,20 @@ from ._device import (
     tree,
     unpack,
     wait,
-    warp_barrier,
     warp_reduce,
 )
 from ._meeting_rows import MeetingRows
 from ._schedule import PLAIN_ENTRY_WORDS, VECTOR_BYTES, Schedule
 from ._workspace import (
-    COUNT_COPIES,
-    COUNT_WORDS,
     MOST_PARTS,
-    WORKSPACE_COUNTS,
+    WORKSPACE_COUNT,
     WORKSPACE_LOSSES,
     WORKSPACE_PARTS,
     plain_workspace_words,
 )
+
+# Of a row's chunks one in so many is asked for before it is known whether the row is ignored.
+EARLY_CHUNKS = 4
 
 # Slices of the targets, at most: few enough for their blocks to run at a time, and for each to need but one step.
 MOST_COUNTED = 32
@@ -101,7 +103,8 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
     A row has two warps or more, whose exchange is what shows them the notes.
 
     Compile-time facts as in ``CrossEntropyForward``, of which this is the case without weights, smoothing, softcap,
-    statistics and shards; ``evicts_first``: whether the L2 is to give up what is copied before all else.
+    statistics and shards; ``held``: whether rows are copied to shared memory, always so with ``gradient``;
+    ``evicts_first``: whether the L2 is then to give up what is copied before all else.
     """
 
     smoothing = weighted = stats = shard = False
@@ -109,9 +112,10 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
 
     def __init__(
         self, dtype, schedule: Schedule, ragged: bool, *, target_bits: int, gradient: bool, scalar: bool,
-        evicts_first: bool,
+        held: bool, evicts_first: bool,
     ):  # fmt: skip
         super().__init__(dtype, schedule, ragged, PLAIN_ENTRY_WORDS)
+        self.held = held
         self.target_bits = target_bits
         self.gradient = gradient
         self.scalar = scalar
@@ -238,24 +242,30 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
         if cutlass.const_expr(self.scalar):
             self.count_slice(facts, it, row)
         target = self.load_target(it.g_target, row, row < it.rows, it.ignore_index)
-        self.fetch_row(facts, it, s_row, g_vectors, phase, vectors, target)
+        if cutlass.const_expr(self.held):
+            self.fetch_row(facts, it, s_row, g_vectors, phase, vectors, target)
         # Asked for now, so that it has come by the time that the row has.
-        word = self.look(facts, it, row)
+        word = self.look(facts, it)
+        y = self.column(facts, target)
+        has_target, x_y = self.own_target(facts, g_vectors, phase, y)
         if cutlass.const_expr(self.cluster > 1):
             # A block must not send to one that has not started.
             cluster_wait()
-        wait(0)
-        slots = facts.chunks * self.unroll
-        self.mask_ends([s_row], facts.first, phase, vectors, slots, facts.cols, Float32(float("-inf")))
-        highest, total = self.sum_row(facts, s_row)
+        if cutlass.const_expr(self.held):
+            wait(0)
+            slots = facts.chunks * self.unroll
+            self.mask_ends([s_row], facts.first, phase, vectors, slots, facts.cols, Float32(float("-inf")))
+            highest, total = self.sum_row(facts, s_row)
+        else:
+            highest, total = self.stream_row(facts, it, g_vectors, phase, vectors, target)
         if cutlass.const_expr(self.gradient):
             # Before the exchange: after it all have the note, and none looks for the count any more.
-            self.note_factor(facts, it, row, word)
+            self.note_factor(facts, it, word)
         highest, total, _, _ = self.reduce_row(
             facts.s_scratch, Int32(0), facts.thread, facts.rank, facts.power, highest, total
         )
-        y = self.column(facts, target)
-        has_target, x_y = self.own_target(facts, s_row, phase, y)
+        if cutlass.const_expr(self.held):
+            x_y = self.held_target(facts, s_row, phase, y, has_target)
         loss, _, lse, pull = self.row_loss(
             facts, Int64(y), y, x_y, Float32(1.0), highest, total, Float32(0.0), Float32(0.0)
         )
@@ -273,11 +283,11 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
 
     @cute.jit
     def fetch_row(self, facts, it, s_row, g_vectors, phase, vectors, target):
-        """Start the copies of a row. Of one that turns out to be ignored a quarter, of which nothing is used."""
+        """Start the copies of a row; of one that is ignored those of the first chunks, of which nothing is used."""
         low, high = self.inside(g_vectors, vectors, it.g_logits, it.g_end)
         policy = evict_first() if self.evicts_first else None
         self.fill_tails(s_row, facts.chunks, facts.cols, facts.first, self.lowest())
-        early = larger(facts.chunks // 4, Int32(1))
+        early = larger(facts.chunks // EARLY_CHUNKS, Int32(1))
         self.start_between(s_row, g_vectors, facts.first, Int32(0), early, low, high, policy)
         # To wait for the target before that would leave the memory idle meanwhile.
         if target != it.ignore_index:
@@ -298,16 +308,54 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
         return highest, total
 
     @cute.jit
-    def own_target(self, facts, s_row, phase, y):
-        """Whether this thread has the vector of column y, 0 or 1, and that logit if so."""
+    def stream_row(self, facts, it, g_vectors, phase, vectors, target):
+        """The same of a row that is not held: each chunk is asked for while the one before is summed."""
+        highest = Float32(LOWEST)
+        total = Float32(0.0)
+        words = self.chunk_words(facts, g_vectors, phase, vectors, Int32(0))
+        chunks = facts.chunks
+        if target == it.ignore_index:
+            chunks = Int32(0)
+        for chunk in cutlass.range(chunks, unroll=1):
+            coming = self.chunk_words(facts, g_vectors, phase, vectors, chunk + 1)
+            highest, total = self.absorb_values(unpack(self.dtype, words), facts.power, highest, total)
+            words = coming
+        if cutlass.const_expr(self.ragged):
+            wanted, at, _ = self.end_of_row(facts.first, phase, vectors, facts.cols)
+            if wanted & (chunks > 0):
+                x = load_element(self.dtype, g_vectors + Int64(at) * self.element_bytes)
+                highest, total = self.absorb_values([x], facts.power, highest, total)
+        return highest, total
+
+    def chunk_words(self, facts, g_vectors, phase, vectors, chunk):
+        """The words of a chunk, -inf where a vector is not (all of) the row's."""
+        words = []
+        for u in range(self.unroll):
+            vector = self.vector(facts.first, chunk * self.unroll + u)
+            whole = self.whole(vector, phase, vectors, facts.cols)
+            words += load_global_or(g_vectors + Int64(vector) * VECTOR_BYTES, whole, self.lowest())
+        return words
+
+    @cute.jit
+    def own_target(self, facts, g_vectors, phase, y):
+        """Whether this thread has the vector of column y, 0 or 1; where no row is held its logit too."""
         has_target = Int32(0)
         x_y = Float32(0.0)
-        vector, element = quotient(phase + y, self.width), remainder(phase + y, self.width)
-        if (y < facts.cols) & self.owns(facts.first, vector):
+        if (y < facts.cols) & self.owns(facts.first, quotient(phase + y, self.width)):
             has_target = Int32(1)
+            if cutlass.const_expr(not self.held):
+                x_y = load_element(self.dtype, g_vectors + Int64(phase + y) * self.element_bytes)
+        return has_target, x_y
+
+    @cute.jit
+    def held_target(self, facts, s_row, phase, y, has_target):
+        """The logit of column y, for the thread that has it."""
+        x_y = Float32(0.0)
+        if has_target != 0:
+            vector, element = quotient(phase + y, self.width), remainder(phase + y, self.width)
             s_vector = self.slot(s_row, quotient(vector - facts.first, self.step))
             x_y = load_element(self.dtype, s_vector + element * self.element_bytes, "shared")
-        return has_target, x_y
+        return x_y
 
     @cute.jit
     def tell(self, it, row, live, loss, lse):
@@ -348,9 +396,9 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
 
     # The denominator
 
-    def count_word(self, it, copy):
-        """The address of a copy of what has been counted: all blocks that start together look for it."""
-        return it.g_workspace + Int64(WORKSPACE_COUNTS + copy * COUNT_WORDS) * 4
+    def count_word(self, it):
+        """The address of what has been counted."""
+        return it.g_workspace + WORKSPACE_COUNT * 4
 
     @cute.jit
     def count_slice(self, facts: RowFacts, it: Operands, number):
@@ -360,9 +408,8 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
             share = self.share_of_rows(it, number * self.row_threads + facts.thread, step)
             for distance in (16, 8, 4, 2, 1):
                 share = share + shuffle_xor_64(share, distance)
-            lane = facts.thread % 32
-            if lane < COUNT_COPIES:
-                add_64(self.count_word(it, lane), share + (Int64(1) << WARPS_SHIFT))
+            if facts.thread % 32 == 0:
+                add_64(self.count_word(it), share + (Int64(1) << WARPS_SHIFT))
 
     @cute.jit
     def share_of_rows(self, it: Operands, begin, step):
@@ -388,16 +435,16 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
         return value
 
     @cute.jit
-    def look(self, facts, it, row):
+    def look(self, facts, it):
         """What has been counted so far, for the thread that will need it."""
         word = Int64(0)
         if cutlass.const_expr(self.gradient):
             if facts.thread == 0:
-                word = load_relaxed_64(self.count_word(it, row % COUNT_COPIES))
+                word = load_relaxed_64(self.count_word(it))
         return word
 
     @cute.jit
-    def denominator(self, it: Operands, copy, word):
+    def denominator(self, it: Operands, word):
         """What the sum is divided by, for one thread; ``word``: what it saw of the count.
 
         Which blocks run first is not known, so none waits for good: one that has looked in vain counts for itself.
@@ -407,7 +454,7 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
             complete = Int64(it.slices * self.warps) << WARPS_SHIFT
             looks = Int32(0)
             while (word < complete) & (looks < LOOKS):
-                word = load_relaxed_64(self.count_word(it, copy))
+                word = load_relaxed_64(self.count_word(it))
                 looks = looks + 1
             if word < complete:
                 word = complete + self.share_of_rows(it, Int32(0), Int32(1))
@@ -415,10 +462,10 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
         return self.or_given(it, value)
 
     @cute.jit
-    def note_factor(self, facts, it, row, word):
+    def note_factor(self, facts, it, word):
         """The factor of the gradient, for the block."""
         if facts.thread == 0:
-            factor = divide(it.logit_scale, self.denominator(it, row % COUNT_COPIES, word))
+            factor = divide(it.logit_scale, self.denominator(it, word))
             store_element(Float32, facts.s_scratch + self.notes + NOTE_FACTOR, factor, "shared")
 
     # The sum over all rows
@@ -476,16 +523,14 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
     def finish(self, facts, it, value, parts):
         """Add the sums of all slices up, by one warp, and divide. ``value``: that of the last slice."""
         # Used after the sums, so that one latency does for both.
-        word = load_relaxed_64(self.count_word(it, Int32(0)))
+        word = load_relaxed_64(self.count_word(it))
         g_parts = it.g_workspace + WORKSPACE_PARTS * 4
         others = self.taken_up(g_parts, parts, facts.thread, (parts + 3) // 4, Int32(32))
         value = value + warp_reduce(others, add)
         if facts.thread == 0:
-            denominator = self.denominator(it, Int32(0), word)
+            denominator = self.denominator(it, word)
             store_float(it.g_loss, divide(value, denominator))
             if it.g_denominator != 0:
                 store_float(it.g_denominator, denominator)
-        # No block looks for the count any more: each has told its loss since; nor does the first lane here.
-        warp_barrier()
-        if facts.thread < COUNT_COPIES:
-            store_relaxed_64(self.count_word(it, facts.thread), Int64(0))
+            # No block looks for the count any more: each has told its loss since.
+            store_relaxed_64(self.count_word(it), Int64(0))

@@ -18,13 +18,11 @@ def workspace_words(blocks: int) -> int:
     return (WORKSPACE_SUMS + SUMS_WORDS * blocks) // 2
 
 
-# Of ``CrossEntropyPlain``: copies of a word of 64 bits for what has been counted, each in a line of the L2; the sums of
-# slices of the losses but for the last one, at most one a lane of a warp; and the losses of the rows.
-COUNT_COPIES = 8
-COUNT_WORDS = 32
+# Of ``CrossEntropyPlain``: a word of 64 bits for what has been counted, in a line of the L2 of its own; the sums of
+# slices of the losses but for the last one; and the losses of the rows.
 MOST_PARTS = 33
-WORKSPACE_COUNTS = 0
-WORKSPACE_PARTS = WORKSPACE_COUNTS + COUNT_COPIES * COUNT_WORDS
+WORKSPACE_COUNT = 0
+WORKSPACE_PARTS = 32
 WORKSPACE_LOSSES = WORKSPACE_PARTS + 32
 
 

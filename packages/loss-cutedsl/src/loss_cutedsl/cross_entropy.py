@@ -248,9 +248,12 @@ def _forward_plan(
     vectors = most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged)
     plain = not (weighted or stats or options.label_smoothing or options.total_classes is not None)
     if plain and alike and a_block_each and _logits_kind(options) == "linear":
-        schedule = _schedule.plain(machine, vectors, ragged)
-        if schedule is not None:
-            return make_plain_plan(machine, dtype, cols, schedule, ragged, target_dtype, gradient, byte_dtype, options)
+        found = _schedule.plain(machine, vectors, ragged, gradient)
+        if found is not None:
+            schedule, held = found
+            return make_plain_plan(
+                machine, dtype, cols, schedule, ragged, target_dtype, gradient, byte_dtype, options, held=held
+            )
     schedule = None
     if gradient:
         schedule = _schedule.held(machine, vectors, 1, ENTRY_WORDS, ragged, _schedule.MEASURED_GRADIENT)
@@ -295,15 +298,16 @@ def make_forward_plan(
     )
 
 
-def make_plain_plan(machine, dtype, cols, schedule, ragged, target_dtype, gradient, byte_dtype, options):
-    """Compile a forward of the plain case and prepare its launch."""
+def make_plain_plan(machine, dtype, cols, schedule, ragged, target_dtype, gradient, byte_dtype, options, *, held):
+    """Compile a forward of the plain case and prepare its launch; ``held``: in the form that holds rows."""
     scalar = options.reduction != "none"
     facts = {
         "target_bits": TARGET_BITS[target_dtype],
         "gradient": gradient,
         "scalar": scalar,
+        "held": held,
         # A backward may read the logits once more.
-        "evicts_first": scalar and not gradient and _schedule.evicts_first(cols * dtype.itemsize),
+        "evicts_first": held and scalar and not gradient and _schedule.evicts_first(cols * dtype.itemsize),
     }
     launch = compiled(
         CrossEntropyPlain,
@@ -313,7 +317,7 @@ def make_plain_plan(machine, dtype, cols, schedule, ragged, target_dtype, gradie
         machine.architecture,
     )
     vectors = most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged)
-    shared_bytes = _schedule.shared_bytes(schedule, vectors, 1, _schedule.PLAIN_ENTRY_WORDS)
+    shared_bytes = _schedule.shared_bytes(schedule, vectors, int(held), _schedule.PLAIN_ENTRY_WORDS)
     resident = _schedule.most_blocks(machine, schedule, shared_bytes)
     return ForwardPlan(
         launch=launch,
