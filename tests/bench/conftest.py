@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("loss_bench", reason="loss-bench is not installed")
+from loss_bench import measure, results
 from loss_bench.results import Row
 from loss_core import registry
 
@@ -27,6 +29,24 @@ def unavailable_reason(device):
 """
 
 Install = Callable[..., None]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def libraries_stay_loaded() -> Iterator[None]:
+    """A run collects garbage after each case, and need not look at all that the tests have imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def quick_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements as everywhere, but shorter: how precise they are is not the question. In this process only."""
+    monkeypatch.setattr(results, "_MOMENT_S", 0.02)
+    monkeypatch.setattr(measure, "_HOST_LIMIT_S", 0.01)
+    monkeypatch.setattr(measure, "_CPU_CACHE_BYTES", 1 << 20)
+    # The copy is of 64 of them.
+    monkeypatch.setattr(measure, "_MIB", 1 << 14)
 
 
 @pytest.fixture

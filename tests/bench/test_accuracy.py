@@ -19,6 +19,7 @@ from loss_bench.results import Report, read_report
 from typer.testing import CliRunner
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("quick_measurements")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 QUICK = ["--iters", "3", "--warmup", "0", "--quiet", "--device", "cpu", "--in-process"]
+pytestmark = pytest.mark.usefixtures("quick_measurements")
 
 
 def invoke(*words, status=0):

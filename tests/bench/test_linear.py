@@ -30,6 +30,7 @@ CPU = torch.device("cpu")
 OP = "linear_cross_entropy"
 QUICK = ["--iters", "3", "--warmup", "0", "--quiet", "--device", "cpu", "--in-process"]
 CASE = Case(OP, 48, 301, "float32", Options(bias=True), hidden=24)
+pytestmark = pytest.mark.usefixtures("quick_measurements")
 
 
 def invoke(*words, status=0):

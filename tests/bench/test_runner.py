@@ -21,6 +21,7 @@ from loss_bench.runner import CaseRunner, Plan, chosen_backends, first_line
 
 CPU = torch.device("cpu")
 CASE = Case("cross_entropy", 4, 10, "float32")
+pytestmark = pytest.mark.usefixtures("quick_measurements")
 
 
 class FakeTimer:
@@ -96,7 +97,7 @@ def test_every_backend_is_checked_before_any_is_timed_and_wrong_ones_never_are(b
 
 def test_bandwidth_comes_from_the_same_process(bad_backends):
     rows, *_ = run(("torch-nn",))
-    copied = 2 * (64 << 20) / 1e-3 / 1e9
+    copied = 2 * 64 * measure._MIB / 1e-3 / 1e9
     assert rows[0].gb_s == pytest.approx((4 * 10 * 4 + 4 * 8) / (rows[0].median_ms * 1e-3) / 1e9)
     assert rows[0].copy_share == pytest.approx(rows[0].gb_s / copied)
 

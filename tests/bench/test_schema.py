@@ -18,6 +18,7 @@ jsonschema = pytest.importorskip("jsonschema", reason="jsonschema, of the develo
 
 SCHEMA_FILE = json.loads(schema_text())
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+pytestmark = pytest.mark.usefixtures("quick_measurements")
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 SMALL = SIZES["small"]
+pytestmark = pytest.mark.usefixtures("quick_measurements")
 
 
 def curve(backend, *losses):

@@ -23,6 +23,7 @@ from loss_bench.worker import Worker, WorkerError
 from typer.testing import CliRunner
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("quick_measurements")
 CASES = [Case("cross_entropy", 4, 10, "float32"), Case("cross_entropy", 4, 12, "float32")]
 SIGNATURE = "def cross_entropy(logits, target, weight, byte_lengths, num_items, options):\n"
 
