@@ -12,8 +12,9 @@ import pytest
 import torch
 
 pytest.importorskip("loss_bench", reason="loss-bench is not installed")
-from loss_bench import measure, results
+from loss_bench import measure, processes, results
 from loss_bench.results import Row
+from loss_bench.worker import Worker
 from loss_core import registry
 
 # Several test processes on few cores: threads that wait for each other cost more than they bring.
@@ -29,6 +30,8 @@ def unavailable_reason(device):
 """
 
 Install = Callable[..., None]
+
+START_S = 120.0
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,6 +50,32 @@ def quick_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_CPU_CACHE_BYTES", 1 << 20)
     # The copy is of 64 of them.
     monkeypatch.setattr(measure, "_MIB", 1 << 14)
+
+
+@pytest.fixture
+def starts_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time limit is for what a process is given to do, so that a test of it need not allow for a slow start.
+
+    To start a process takes seconds, and on a busy machine many.
+    """
+    start, create = Worker._start, processes._Process.__init__
+
+    def start_worker(self):
+        limit, self._time_limit_s = self._time_limit_s, START_S
+        try:
+            return start(self)
+        finally:
+            self._time_limit_s = limit
+
+    def create_process(self, work, device):
+        create(self, work, device)
+        # No task at all: the work fails at once, and its process is there.
+        self.child.connection.send(None)
+        assert self.child.connection.poll(START_S)
+        assert self.child.connection.recv()[0] == "done"
+
+    monkeypatch.setattr(Worker, "_start", start_worker)
+    monkeypatch.setattr(processes._Process, "__init__", create_process)
 
 
 @pytest.fixture

@@ -122,7 +122,7 @@ def test_a_backend_that_takes_its_process_with_it_costs_nobody_else_a_row(instal
     assert rows[4]["reason"] == "not tried again after it was lost 2 times"
 
 
-def test_a_backend_that_hangs_is_given_up_and_the_rest_goes_on(install_backend, tmp_path):
+def test_a_backend_that_hangs_is_given_up_and_the_rest_goes_on(install_backend, starts_take_their_time, tmp_path):
     """So it is in all that runs task by task: accuracy, train and warm."""
     install_backend(
         "sleepy",
@@ -136,11 +136,11 @@ def test_a_backend_that_hangs_is_given_up_and_the_rest_goes_on(install_backend, 
     )
     path = tmp_path / "a.json"
     words = ["accuracy", "cross_entropy", "-b", "sleepy,torch-nn", "-s", "8x20", "-d", "fp32", "-q", "--device", "cpu"]
-    words += ["--kind", "equal,wide", "--jobs", "1", "--time-limit", "15", "--json", str(path)]
+    words += ["--kind", "equal,wide", "--jobs", "1", "--time-limit", "5", "--json", str(path)]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 1, result.output
     assert [(row["kind"], row["backend"], row["status"], row["reason"]) for row in read_report(path).accuracy] == [
-        ("equal", "sleepy", "timeout", "no sign of life for 15 s"), ("equal", "torch-nn", "ok", ""),
+        ("equal", "sleepy", "timeout", "no sign of life for 5 s"), ("equal", "torch-nn", "ok", ""),
         ("wide", "sleepy", "ok", ""), ("wide", "torch-nn", "ok", ""),
     ]  # fmt: skip
 

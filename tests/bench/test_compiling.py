@@ -45,7 +45,7 @@ def test_few_rows_have_the_same_remainder(rows, few):
     assert compiling._few(rows, 512) == few
 
 
-def test_a_failure_costs_its_own_task_alone(install_backend):
+def test_a_failure_costs_its_own_task_alone(install_backend, starts_take_their_time):
     install_backend(
         "deadly",
         SIGNATURE
@@ -54,13 +54,13 @@ def test_a_failure_costs_its_own_task_alone(install_backend):
         + "    if logits.shape[1] == 12:\n        import time; time.sleep(600)\n"
         + "    return F.cross_entropy(logits, target)\n",
     )
-    words = ["warm", "--shape", "4x10,4x11,4x12", "-b", "deadly", "--jobs", "2", "--time-limit", "20"]
+    words = ["warm", "--shape", "4x10,4x11,4x12", "-b", "deadly", "--jobs", "2", "--time-limit", "5"]
     result = CliRunner().invoke(app, [*words, "--device", "cpu"])
     assert result.exit_code == 1, result.output
     assert result.stdout.count("did not compile: deadly") == 3
     assert "its process ended with exit status 7" in result.output
     assert "no luck" in result.output
-    assert "no sign of life for 20 s" in result.output
+    assert "no sign of life for 5 s" in result.output
     assert "1 of 4 compiled" in result.output
 
 
