@@ -19,6 +19,8 @@ from loss_bench.plots import plots, write_plots
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (Debian: apt install chromium)")
+# Its first start of all takes ten times as long as the next: two processes would both wait for it.
+one_browser = pytest.mark.xdist_group("browser")
 
 PROBE = """
 <script>
@@ -60,16 +62,14 @@ def browse(tmp_path, text, *options):
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
-def probe(tmp_path, text, width):
-    options = ("--dump-dom", "--virtual-time-budget=3000", f"--window-size={width},900")
-    dom, console = browse(tmp_path, text.replace("</body>", PROBE + "</body>"), *options)
-    return json.loads(html.unescape(re.search(r'<pre id="probe">(.*?)</pre>', dom, re.DOTALL)[1])), console
-
-
 @needs_browser
-def test_tables_sort_and_nothing_is_loaded_or_reported(report, tmp_path):
-    found, console = probe(tmp_path, to_html(report), 1200)
+@one_browser
+def test_on_a_phone_tables_sort_and_nothing_overflows_or_is_loaded_or_reported(report, tmp_path):
+    options = ("--dump-dom", "--virtual-time-budget=3000", "--window-size=500,900")
+    dom, console = browse(tmp_path, to_html(report).replace("</body>", PROBE + "</body>"), *options)
+    found = json.loads(html.unescape(re.search(r'<pre id="probe">(.*?)</pre>', dom, re.DOTALL)[1]))
     assert console == []
+    assert found["overflow"] <= 0
     assert found["start"] == ["<b>&ours", "ant", "torch-nn", "zebra", "off"]
     assert found["up"] == ["zebra", "torch-nn", "ant", "<b>&ours", "off"]
     assert found["down"] == ["<b>&ours", "ant", "torch-nn", "zebra", "off"]
@@ -80,24 +80,14 @@ def test_tables_sort_and_nothing_is_loaded_or_reported(report, tmp_path):
 
 
 @needs_browser
-def test_page_does_not_overflow_a_phone(report, tmp_path):
-    found, console = probe(tmp_path, to_html(report), 500)
-    assert found["overflow"] <= 0
-    assert console == []
-
-
-@needs_browser
-def test_a_broken_page_would_be_noticed(report, tmp_path):
-    _, console = probe(tmp_path, to_html(report).replace("</body>", "<script>nothing.there()</script></body>"), 1200)
-    assert any("nothing is not defined" in line for line in console)
-
-
-@needs_browser
-def test_screenshot_shows_the_page(report, tmp_path):
+@one_browser
+def test_screenshot_shows_the_page_and_what_is_broken_would_be_noticed(report, tmp_path):
     from matplotlib.image import imread
 
     shot = tmp_path / "shot.png"
-    browse(tmp_path, to_html(report), f"--screenshot={shot}", "--window-size=900,1200", "--hide-scrollbars")
+    text = to_html(report).replace("</body>", "<script>nothing.there()</script></body>")
+    _, console = browse(tmp_path, text, f"--screenshot={shot}", "--window-size=900,1200", "--hide-scrollbars")
+    assert any("nothing is not defined" in line for line in console)
     pixels = imread(shot)[..., :3]
     assert pixels.shape == (1200, 900, 3)
     rows_with_ink = ((pixels < 0.9).any(axis=2)).any(axis=1)
