@@ -147,11 +147,12 @@ def test_padding_gains_nothing_from_a_cap(backend, device):
 
 def test_the_loss_of_half_precision_is_float32(backend, device):
     """A mean near 36, where bfloat16 moves in steps of a quarter."""
-    logits = (6 * torch.randn(256, 1000)).bfloat16()
+    logits = (6 * torch.randn(32, 1000)).bfloat16()
     target = logits.float().argmin(-1)
     loss, _ = loss_and_gradient(leaf(logits, device, torch.bfloat16), target.to(device), backend)
     wanted = functional.cross_entropy(logits.double(), target)
     assert 30 < wanted < 50
+    assert abs(wanted.bfloat16() - wanted) > 1e-2
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.cpu().double(), wanted, atol=1e-3, rtol=0)
 
@@ -189,7 +190,7 @@ def test_sequence_first_logits(stride, backend, device):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduce", [torch.sum, torch.mean], ids=["sum", "mean"])
 def test_stride_0_upstream_gradients(reduce, weighted, backend, device):
-    logits, target = torch.randn(128, 100), torch.randint(100, (128,))
+    logits, target = torch.randn(20, 100), torch.randint(100, (20,))
     weight = torch.rand(100) + 0.1 if weighted else None
     ours = leaf(logits, device)
     reduce(

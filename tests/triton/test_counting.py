@@ -34,7 +34,7 @@ def launches():
 
 
 # Fewer rows than programs that count, as many, more, and such that slices end unevenly.
-@pytest.mark.parametrize("rows", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 130])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=["plain", "options"])
 def test_impatient_programs(rows, options, launches, device):
     logits = torch.randn(rows, 40).to(device).requires_grad_()
@@ -45,13 +45,14 @@ def test_impatient_programs(rows, options, launches, device):
     wanted = wanted.detach(), torch.autograd.grad(wanted, reference)[0]
     results = []
     # In the interpreter, where a program waits in vain for the next, there is no patience at all.
-    for patience in (0, 0 if device == "cpu" else 2048):
+    for patience in (0,) if device == "cpu" else (0, 2048):
         launches(patience)
         results.append(loss_and_gradient(logits, target.to(device), **options))
     for got in results:
         for actual, truth in zip(got, wanted, strict=True):
             torch.testing.assert_close(actual.double().cpu(), truth, atol=1e-6, rtol=1e-5)
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    for other in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 
 
 @pytest.fixture
