@@ -477,10 +477,9 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
         size = (vectors + last) // (last + 1)
         end = smaller(number * size + size, vectors)
         g_losses = it.g_workspace + WORKSPACE_LOSSES * 4
+        step = self.row_threads * LOSSES_UNROLL
         value = Float32(0.0)
-        for vector in cutlass.range(
-            number * size + facts.thread, end, self.row_threads * LOSSES_UNROLL, unroll=1
-        ):  # fmt: skip
+        for vector in cutlass.range(number * size + facts.thread, end, step, unroll=1):
             value = value + self.taken_up(g_losses, it.rows, vector, end, self.row_threads)
         value = self.sum_block(facts.s_scratch, facts.thread, self.row_threads, value)
         if number < last:
