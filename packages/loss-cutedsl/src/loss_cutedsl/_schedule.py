@@ -360,6 +360,14 @@ def _row(threads, cluster, unroll, blocks) -> Schedule:
     return Schedule(threads, threads, cluster, 1, unroll, blocks, 1)
 
 
+class Plain(NamedTuple):
+    """Schedules for rows of at most ``most`` vectors, and for ragged ones."""
+
+    most: int
+    aligned: Schedule | None
+    ragged: Schedule | None
+
+
 # The plain case of cross-entropy by the most vectors of a row, and of a ragged one: the best of those tried, whole
 # calls, forward and backward, on an H200 and an H100 (copy 4.24 and 3.00 TB/s); torch 2.11+cu130, DSL 4.8.1. Bracketed:
 # the form before, warps that kept rings of chunks filled and others that held a row in registers. Below 128 vectors
@@ -369,22 +377,22 @@ def _row(threads, cluster, unroll, blocks) -> Schedule:
 # multiprocessor has at a time few wait for the same thing.
 PLAIN = (
     # 65536 x 2048: 84.9% on an H200 (79.5%); two vectors a step 82.2%, on an H100 89.6% (84.7%).
-    (256, _row(64, 1, 1, 22), _row(64, 1, 1, 20)),
+    Plain(256, _row(64, 1, 1, 22), _row(64, 1, 1, 20)),
     # 32768 x 4096: 88.9 and 92.3% (73.8, 82.8%), with 64 threads 87.3 and 90.8%.
-    (512, _row(128, 1, 1, 12), _row(128, 1, 1, 10)),
+    Plain(512, _row(128, 1, 1, 12), _row(128, 1, 1, 10)),
     # 32768 x 8192: 94.4 and 96.5% (93.2, 95.2%); 4096 x 8192: 68.3 and 76.7% (65.1, 73.7%).
-    (1024, _row(128, 1, 2, 10), _row(128, 1, 1, 10)),
+    Plain(1024, _row(128, 1, 2, 10), _row(128, 1, 1, 10)),
     # 4096 x 16384: 80.8 and 87.9% (77.8, 84.4%), clusters of two 81.3 and 87.8%.
-    (2048, _row(256, 1, 2, 5), _row(256, 1, 1, 5)),
+    Plain(2048, _row(256, 1, 2, 5), _row(256, 1, 1, 5)),
     # 8192 x 32000: 94.6 and 97.0% (93.2, 95.7%); four blocks of 128 94.8 and 96.9%, one of 512 92.1%.
-    (4096, _row(256, 2, 2, 5), _row(256, 2, 1, 5)),
+    Plain(4096, _row(256, 2, 2, 5), _row(256, 2, 1, 5)),
     # 4096 x 32768 float32: 94.7 and 97.4% (93.2, 95.7%), four blocks of 256 93.9 and 97.4%.
     # 8192 x 50257: 93.5 and 96.9% (89.5, 95.0%), four blocks 85.4%.
-    (8192, _row(128, 8, 2, 9), _row(256, 2, 1, 4)),
+    Plain(8192, _row(128, 8, 2, 9), _row(256, 2, 1, 4)),
     # 4096 x 128256: 96.9 and 99.1% (92.1, 97.2%); 8192 x 151936: 99.4 and 100.1% (95.4, 97.8%).
-    (19200, _row(256, 8, 2, 5), _row(256, 8, 1, 5)),
+    Plain(19200, _row(256, 8, 2, 5), _row(256, 8, 1, 5)),
     # Of rows as long as that a ragged one has up to two vectors more.
-    (32770, _row(256, 8, 2, 3), _row(256, 8, 1, 3)),
+    Plain(32770, _row(256, 8, 2, 3), _row(256, 8, 1, 3)),
 )
 
 # The loss alone: rows that are not held, but stream through registers; None where they are, by the schedule above.
@@ -392,11 +400,11 @@ PLAIN = (
 # (76.8%), 8192 x 32000 91.5% (92.5%), 8192 x 50257 95.1% (91.7%), 4096 x 128256 98.9% (89.1%), 8192 x 151936 104.1%
 # (95.5%), 4096 x 32768 float32 90.5% (96.7%). 128256 with 512 threads 92.6%, with two vectors a step 94.4%.
 STREAMED_PLAIN = (
-    (256, None, None),
-    (512, _row(64, 1, 4, 16), None),
-    (2048, None, None),
-    (8192, None, _row(128, 1, 4, 8)),
-    (LARGEST, _row(256, 1, 4, 4), _row(256, 1, 4, 4)),
+    Plain(256, None, None),
+    Plain(512, _row(64, 1, 4, 16), None),
+    Plain(2048, None, None),
+    Plain(8192, None, _row(128, 1, 4, 8)),
+    Plain(LARGEST, _row(256, 1, 4, 4), _row(256, 1, 4, 4)),
 )
 
 # Rows up to which there is a block for each: blocks, and what the loops over rows count to, stay below 2**31.
@@ -408,14 +416,21 @@ def plain(machine: Machine, vectors: int, ragged: bool, gradient: bool) -> tuple
     if vectors <= 128:
         return None
     if not gradient:
-        schedule = next(row for row in STREAMED_PLAIN if vectors <= row[0])[1 + ragged]
+        schedule = _of_width(STREAMED_PLAIN, vectors, ragged)
         if schedule is not None:
             return schedule, False
-    schedule = next((row[1 + ragged] for row in PLAIN if vectors <= row[0]), None)
+    schedule = _of_width(PLAIN, vectors, ragged)
     if schedule is not None and (machine.clusters or schedule.cluster == 1):
         if shared_bytes(schedule, vectors, 1, PLAIN_ENTRY_WORDS) <= machine.block_bytes:
             return schedule, True
-    return None if gradient else (STREAMED_PLAIN[-1][1], False)
+    return None if gradient else (_row(256, 1, 4, 4), False)
+
+
+def _of_width(table: tuple[Plain, ...], vectors: int, ragged: bool) -> Schedule | None:
+    width = next((width for width in table if vectors <= width.most), None)
+    if width is None:
+        return None
+    return width.ragged if ragged else width.aligned
 
 
 def evicts_first(row_bytes: int) -> bool:
