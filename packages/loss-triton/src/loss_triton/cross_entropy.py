@@ -168,8 +168,6 @@ def cross_entropy_fwd_grad_kernel(
     held_columns = block_columns(blocks * BLOCK, HOLD, LANES * VECTOR)
     in_held = held_columns < body
     held_ptr = vectors(row_ptr + head, held_columns, VECTOR)
-    # Behind the rows of all programs the targets would come last, and the first programs all wait for their count.
-    words = start_counting(workspace_ptr, target_ptr, rows, ignore_index, KIND, LANES)
     # The row's end stays in registers between the sweeps. It is asked for before the target has come, except where 1024
     # lanes have 64 registers each: the loop over the blocks would spill them.
     HELD_FIRST: tl.constexpr = LANES < 1024
@@ -177,6 +175,7 @@ def cross_entropy_fwd_grad_kernel(
         held = tl.load(held_ptr, mask=in_held, other=float("-inf"))
     else:
         held = tl.full(held_columns.shape, float("-inf"), logits_ptr.dtype.element_ty)
+    words = start_counting(workspace_ptr, target_ptr, rows, ignore_index, KIND, LANES)
     loss = 0.0
     lse = 0.0
     peak = 0.0

@@ -67,7 +67,7 @@ def _complete(rows):
 
 @triton.jit
 def start_counting(workspace_ptr, target_ptr, rows, ignore_index, KIND: tl.constexpr, LANES: tl.constexpr):
-    """A program's share in counting, before it asks for its row; and the word as it is now, in the first lane."""
+    """For a program that has asked for its row: its share in counting, and the word as it is now, in the first lane."""
     words = tl.zeros((LANES,), tl.int32)
     if KIND == ROWS:
         count_ptr = _count_word(workspace_ptr)
