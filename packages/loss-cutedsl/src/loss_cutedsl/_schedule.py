@@ -355,17 +355,27 @@ def streamed(machine: Machine, vectors: int, ragged: bool = False, element_bytes
     return Schedule(256, 256, 1, 3, 4, 3)
 
 
-def _row(threads, cluster, unroll, blocks) -> Schedule:
-    """A row a block, or a cluster of blocks."""
-    return Schedule(threads, threads, cluster, 1, unroll, blocks, 1)
+class Form(NamedTuple):
+    """How the plain case takes a row: by which schedule, and whether it is held in shared memory."""
+
+    schedule: Schedule
+    held: bool
 
 
-class Plain(NamedTuple):
-    """Schedules for rows of at most ``most`` vectors, and for ragged ones."""
+def _held(threads: int, cluster: int, unroll: int, blocks: int) -> Form:
+    return Form(Schedule(threads, threads, cluster, 1, unroll, blocks, 1), True)
+
+
+def _streamed(threads: int, unroll: int, blocks: int) -> Form:
+    return Form(Schedule(threads, threads, 1, 1, unroll, blocks, 1), False)
+
+
+class Width(NamedTuple):
+    """Forms of rows of at most ``most`` vectors, and of ragged ones; None: as with a gradient."""
 
     most: int
-    aligned: Schedule | None
-    ragged: Schedule | None
+    aligned: Form | None
+    ragged: Form | None
 
 
 # The plain case of cross-entropy by the most vectors of a row, and of a ragged one: the best of those tried, whole
@@ -377,56 +387,55 @@ class Plain(NamedTuple):
 # multiprocessor has at a time few wait for the same thing.
 PLAIN = (
     # 65536 x 2048: 84.9% on an H200 (79.5%); two vectors a step 82.2%, on an H100 89.6% (84.7%).
-    Plain(256, _row(64, 1, 1, 22), _row(64, 1, 1, 20)),
+    Width(256, _held(64, 1, 1, 22), _held(64, 1, 1, 20)),
     # 32768 x 4096: 88.9 and 92.3% (73.8, 82.8%), with 64 threads 87.3 and 90.8%.
-    Plain(512, _row(128, 1, 1, 12), _row(128, 1, 1, 10)),
+    Width(512, _held(128, 1, 1, 12), _held(128, 1, 1, 10)),
     # 32768 x 8192: 94.4 and 96.5% (93.2, 95.2%); 4096 x 8192: 68.3 and 76.7% (65.1, 73.7%).
-    Plain(1024, _row(128, 1, 2, 10), _row(128, 1, 1, 10)),
+    Width(1024, _held(128, 1, 2, 10), _held(128, 1, 1, 10)),
     # 4096 x 16384: 80.8 and 87.9% (77.8, 84.4%), clusters of two 81.3 and 87.8%.
-    Plain(2048, _row(256, 1, 2, 5), _row(256, 1, 1, 5)),
+    Width(2048, _held(256, 1, 2, 5), _held(256, 1, 1, 5)),
     # 8192 x 32000: 94.6 and 97.0% (93.2, 95.7%); four blocks of 128 94.8 and 96.9%, one of 512 92.1%.
-    Plain(4096, _row(256, 2, 2, 5), _row(256, 2, 1, 5)),
+    Width(4096, _held(256, 2, 2, 5), _held(256, 2, 1, 5)),
     # 4096 x 32768 float32: 94.7 and 97.4% (93.2, 95.7%), four blocks of 256 93.9 and 97.4%.
     # 8192 x 50257: 93.5 and 96.9% (89.5, 95.0%), four blocks 85.4%.
-    Plain(8192, _row(128, 8, 2, 9), _row(256, 2, 1, 4)),
+    Width(8192, _held(128, 8, 2, 9), _held(256, 2, 1, 4)),
     # 4096 x 128256: 96.9 and 99.1% (92.1, 97.2%); 8192 x 151936: 99.4 and 100.1% (95.4, 97.8%).
-    Plain(19200, _row(256, 8, 2, 5), _row(256, 8, 1, 5)),
-    # Of rows as long as that a ragged one has up to two vectors more.
-    Plain(32770, _row(256, 8, 2, 3), _row(256, 8, 1, 3)),
+    Width(19200, _held(256, 8, 2, 5), _held(256, 8, 1, 5)),
+    # A ragged row may have up to two vectors more than an aligned one.
+    Width(32770, _held(256, 8, 2, 3), _held(256, 8, 1, 3)),
 )
 
-# The loss alone: rows that are not held, but stream through registers; None where they are, by the schedule above.
-# Whole calls on an H200, in brackets held: 32768 x 4096 84.3% (78.5%), 32768 x 8192 92.1% (95.0%), 4096 x 16384 73.5%
-# (76.8%), 8192 x 32000 91.5% (92.5%), 8192 x 50257 95.1% (91.7%), 4096 x 128256 98.9% (89.1%), 8192 x 151936 104.1%
-# (95.5%), 4096 x 32768 float32 90.5% (96.7%). 128256 with 512 threads 92.6%, with two vectors a step 94.4%.
-STREAMED_PLAIN = (
-    Plain(256, None, None),
-    Plain(512, _row(64, 1, 4, 16), None),
-    Plain(2048, None, None),
-    Plain(8192, None, _row(128, 1, 4, 8)),
-    Plain(LARGEST, _row(256, 1, 4, 4), _row(256, 1, 4, 4)),
+# The loss alone, whole calls on an H200, streamed through registers and held: 32768 x 4096 84.3 and 78.5%, 32768 x 8192
+# 92.1 and 95.0%, 4096 x 16384 73.5 and 76.8%, 8192 x 32000 91.5 and 92.5%, 8192 x 50257 95.1 and 91.7%, 4096 x 128256
+# 98.9 and 89.1%, 8192 x 151936 104.1 and 95.5%, 4096 x 32768 float32 90.5 and 96.7%.
+LOSS_ALONE = (
+    Width(256, None, None),
+    Width(512, _streamed(64, 4, 16), None),
+    Width(2048, None, None),
+    Width(4096, None, _streamed(128, 4, 8)),
+    # Float32 with eight blocks of 128 threads 91%.
+    Width(8192, _held(256, 4, 2, 5), _streamed(128, 4, 8)),
+    # With 512 threads 92.6%, with two vectors a step 94.4%.
+    Width(LARGEST, _streamed(256, 4, 4), _streamed(256, 4, 4)),
 )
 
 # Rows up to which there is a block for each: blocks, and what the loops over rows count to, stay below 2**31.
 MOST_PLAIN_ROWS = 2**27
 
 
-def plain(machine: Machine, vectors: int, ragged: bool, gradient: bool) -> tuple[Schedule, bool] | None:
-    """The schedule of a row a block for rows of at most that many vectors, and whether they are held; None for none."""
+def plain(machine: Machine, vectors: int, ragged: bool, gradient: bool) -> Form | None:
+    """The form for rows of at most that many vectors, or None where a row does not get a block."""
     if vectors <= 128:
         return None
-    if not gradient:
-        schedule = _of_width(STREAMED_PLAIN, vectors, ragged)
-        if schedule is not None:
-            return schedule, False
-    schedule = _of_width(PLAIN, vectors, ragged)
-    if schedule is not None and (machine.clusters or schedule.cluster == 1):
-        if shared_bytes(schedule, vectors, 1, PLAIN_ENTRY_WORDS) <= machine.block_bytes:
-            return schedule, True
-    return None if gradient else (_row(256, 1, 4, 4), False)
+    form = None if gradient else _of_width(LOSS_ALONE, vectors, ragged)
+    form = form or _of_width(PLAIN, vectors, ragged)
+    if form is not None and (machine.clusters or form.schedule.cluster == 1):
+        if shared_bytes(form.schedule, vectors, int(form.held), PLAIN_ENTRY_WORDS) <= machine.block_bytes:
+            return form
+    return None if gradient else _streamed(256, 4, 4)
 
 
-def _of_width(table: tuple[Plain, ...], vectors: int, ragged: bool) -> Schedule | None:
+def _of_width(table: tuple[Width, ...], vectors: int, ragged: bool) -> Form | None:
     width = next((width for width in table if vectors <= width.most), None)
     if width is None:
         return None
