@@ -45,6 +45,9 @@ def _remember_builtins() -> None:
     def getmembers(package):
         return [(name, getattr(package, name)) for name in builtins(package)]
 
+    # Now, for the first kernel that runs replaces some of them for good.
+    for package in (tl, tl.core, tl.math, tl.tensor):
+        builtins(package)
     interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": getmembers})
 
 

@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 @pytest.mark.parametrize("package", [tl, tl.core, tl.math, tl.tensor], ids=lambda package: package.__name__)
 def test_it_finds_every_builtin(package):
     def builtins(members):
-        # Where a kernel has failed the interpreter leaves stand-ins, which it does not replace again.
+        # The first kernel that runs leaves stand-ins for some, which are not replaced again.
         return [item for item in members if tl.core.is_builtin(item[1])]
 
     found = builtins(interpreter.inspect.getmembers(package))
