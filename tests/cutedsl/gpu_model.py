@@ -429,7 +429,6 @@ class Launch:
     def copy_async(self, address, g_address, wanted, policy=None):
         assert policy == self.policy
         if wanted:
-            assert g_address % VECTOR_BYTES == 0
             key = self.key(address, "vector", 4)
             assert key not in self.on_the_way, "two copies to one place"
             # A store that is neither read nor followed by a wait may come after the copy.
@@ -438,8 +437,7 @@ class Launch:
                 self.order.writes(self.me, piece)
             self.on_the_way.add(key)
             read = self.memory.read if self.neighbours_write else self.read
-            elements = [read(g_address + at, self.size) for at in range(0, VECTOR_BYTES, self.size)]
-            self.copies[self.me][-1].append((key, self.words(elements)))
+            self.copies[self.me][-1].append((key, self.read_vector(g_address, read)))
 
     def commit(self):
         self.copies[self.me].append([])
@@ -511,37 +509,34 @@ class Launch:
 
     # What lands later
 
-    def put(self, block, found, pieces, size):
-        """Let pieces, lists of keys and functions that give their values, land in any order."""
-        clock = self.order.new()
-        for key in [key for piece in pieces for key, _ in piece]:
+    def send(self, address, words, s_barrier, block, wanted):
+        """At any time from now on the words are there, all of them together."""
+        if not wanted:
+            return
+        block += self.block // self.schedule.cluster * self.schedule.cluster
+        assert self.alive[block] > 0, "sent to a block that has ended"
+        found = self.object(s_barrier, block)
+        found.from_afar |= block != self.block
+        sent = {self.key(address + 4 * i, "word", 1, block): word for i, word in enumerate(words)}
+        for key in sent:
             assert key not in self.on_the_way, "two copies to one place"
-            for at in self.pieces(key):
-                self.order.writes(self.me, at)
+            self.order.writes(self.me, key)
             self.on_the_way.add(key)
         self.sent[block].append((self.me, self.order.now[self.me, self.me]))
+        clock = self.order.new()
         self.order.give(self.me, clock)
 
-        def land(piece):
-            found.landed += [(key, value()) for key, value in piece]
-            found.bytes -= size * len(piece)
+        def land():
+            found.landed += sent.items()
+            found.bytes -= 4 * len(sent)
             np.maximum(found.clock, clock, out=found.clock)
             self.pass_phase(found)
 
-        self.turns.events += [functools.partial(land, piece) for piece in pieces if piece]
+        self.turns.events.append(land)
         self.turns.pause()
 
     def evict_first(self):
         return EVICT_FIRST
-
-    def send(self, address, words, s_barrier, block, wanted):
-        if wanted:
-            block += self.block // self.schedule.cluster * self.schedule.cluster
-            assert self.alive[block] > 0, "sent to a block that has ended"
-            piece = [(self.key(address + 4 * i, "word", 1, block), lambda i=i: words[i]) for i in range(len(words))]
-            found = self.object(s_barrier, block)
-            found.from_afar |= block != self.block
-            self.put(block, found, [piece], 4)
 
     # Registers: a vector is four words, a word one element or two
 
@@ -576,12 +571,12 @@ class Launch:
     def load_element_below(self, dtype, address, index, bound):
         return self.read(address, self.size) if 0 <= index < bound else float32(0.0)
 
-    def read_vector(self, address):
+    def read_vector(self, address, read):
         assert address % VECTOR_BYTES == 0
-        return self.words([self.read(address + at, self.size) for at in range(0, VECTOR_BYTES, self.size)])
+        return self.words([read(address + at, self.size) for at in range(0, VECTOR_BYTES, self.size)])
 
     def load_global_or(self, address, wanted, word):
-        return self.read_vector(address) if wanted else [word] * 4
+        return self.read_vector(address, self.read) if wanted else [word] * 4
 
     def store_global(self, address, words, predicate):
         if predicate:
