@@ -10,11 +10,13 @@ import pytest
 pytest.importorskip("tvm_ffi", reason="cutedsl: apache-tvm-ffi is not installed")
 pytest.importorskip("cutlass.cute", reason="cutedsl: nvidia-cutlass-dsl is not installed")
 
+L2_BYTES = 60 * 2**20
+
 COMPILE_ONE = """
 import sys
 from loss_cutedsl import _compile, _schedule, softmax
 import torch
-machine = _schedule.machine((9, 0), 132)
+machine = _schedule.machine((9, 0), 132, 60 * 2**20)
 for cols in map(int, sys.argv[1:]):
     schedule = _schedule.held(machine, cols // 8, 1, softmax.ENTRY_WORDS)
     softmax.make_plan(machine, torch.bfloat16, cols // 8, schedule, False, False, False, True)
@@ -52,7 +54,7 @@ def test_damaged_file_is_replaced(monkeypatch, tmp_path):
     monkeypatch.setenv("LOSS_CUTEDSL_CACHE", str(tmp_path))
     monkeypatch.setattr(_compile, "_kept", {})
     monkeypatch.setattr(_compile, "_load", lambda path, symbol: path.read_bytes().index(b"ELF"))
-    machine = _schedule.machine((9, 0), 132)
+    machine = _schedule.machine((9, 0), 132, L2_BYTES)
     schedule = _schedule.held(machine, 128, 1, softmax.ENTRY_WORDS)
 
     def load():
@@ -76,7 +78,7 @@ def test_folder_that_cannot_be_written(monkeypatch, tmp_path):
     blocked.write_text("not a folder")
     monkeypatch.setenv("LOSS_CUTEDSL_CACHE", str(blocked))
     monkeypatch.setattr(_compile, "_kept", {})
-    machine = _schedule.machine((9, 0), 132)
+    machine = _schedule.machine((9, 0), 132, L2_BYTES)
     schedule = _schedule.held(machine, 128, 1, softmax.ENTRY_WORDS)
     plan = softmax.make_plan(machine, torch.bfloat16, 128, schedule, False, False, False, True)
     assert callable(plan.launch)
@@ -91,7 +93,7 @@ def plan_with_a_kernel_that_is_a_word(monkeypatch, load=lambda path, symbol: pat
         def export_to_c(self, path, function_name):
             Path(path).write_text(self)
 
-    machine = _schedule.machine((9, 0), 132)
+    machine = _schedule.machine((9, 0), 132, L2_BYTES)
     schedule = _schedule.held(machine, 128, 1, softmax.ENTRY_WORDS)
     monkeypatch.setattr(_compile, "_kept", {})
     monkeypatch.setattr(_compile.cute, "compile", lambda *arguments, options: Word("compiled"))
@@ -171,7 +173,7 @@ def test_key_changes_with_what_changes_the_kernel(monkeypatch, tmp_path):
 
     monkeypatch.setenv("LOSS_CUTEDSL_CACHE", str(tmp_path))
     monkeypatch.setattr(_compile, "_kept", {})
-    machine = _schedule.machine((9, 0), 132)
+    machine = _schedule.machine((9, 0), 132, L2_BYTES)
     schedule = _schedule.held(machine, 128, 1, softmax.ENTRY_WORDS)
 
     def files(machine, dtype, schedule, log):
@@ -181,7 +183,7 @@ def test_key_changes_with_what_changes_the_kernel(monkeypatch, tmp_path):
     assert files(machine, torch.bfloat16, schedule, False) == 1
     assert files(machine, torch.float16, schedule, False) == 2
     assert files(machine, torch.bfloat16, schedule._replace(stages=1), False) == 3
-    assert files(_schedule.machine((8, 0), 108), torch.bfloat16, schedule, True) == 4
+    assert files(_schedule.machine((8, 0), 108, L2_BYTES), torch.bfloat16, schedule, True) == 4
     assert files(machine, torch.bfloat16, schedule, False) == 4
     monkeypatch.setattr(_compile, "_kept", {})
     monkeypatch.setattr(_compile, "_sources", lambda: "other sources")
@@ -194,7 +196,7 @@ def test_threads_do_not_pile_up(monkeypatch, tmp_path):
 
     monkeypatch.setenv("LOSS_CUTEDSL_CACHE", str(tmp_path))
     monkeypatch.setattr(_compile, "_kept", {})
-    machine = _schedule.machine((9, 0), 132)
+    machine = _schedule.machine((9, 0), 132, L2_BYTES)
 
     def threads():
         return len(os.listdir("/proc/self/task"))

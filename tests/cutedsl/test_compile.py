@@ -10,6 +10,7 @@ from loss_core.backend import CrossEntropyOptions
 from loss_cutedsl import _schedule, cross_entropy, softmax
 
 CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
+H100_L2, H200_L2 = 50 * 2**20, 60 * 2**20
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -23,7 +24,7 @@ def on_every_architecture(*variants):
     """One variant an architecture: as many compilations as architectures, whatever the number of options."""
     assert len(variants) == len(CAPABILITIES)
     names = ["sm_{}{}".format(*capability) for capability in CAPABILITIES]
-    machines = [_schedule.machine(capability, 132) for capability in CAPABILITIES]
+    machines = [_schedule.machine(capability, 132, H200_L2) for capability in CAPABILITIES]
     return pytest.mark.parametrize(("machine", "variant"), list(zip(machines, variants, strict=True)), ids=names)
 
 
@@ -81,11 +82,14 @@ PLAIN = [
 ]
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize(
+    ("capability", "l2_bytes"),
+    [((8, 0), H200_L2), ((9, 0), H200_L2), ((9, 0), H100_L2), ((10, 0), H200_L2), ((12, 0), H200_L2)],
+)
 @pytest.mark.parametrize("variant", PLAIN)
-def test_plain_forward(capability, variant):
+def test_plain_forward(capability, l2_bytes, variant):
     dtype, cols, target_bits, scalar, gradient = variant
-    machine = _schedule.machine(capability, 132)
+    machine = _schedule.machine(capability, 132, l2_bytes)
     vectors, ragged = shape(cols, dtype)
     found = _schedule.plain(machine, vectors, ragged, gradient)
     if found is None:
@@ -116,18 +120,20 @@ def test_forward_without_gradient(machine, variant):
 
 
 @pytest.mark.parametrize(
-    ("cols", "gradient", "reduction", "wanted"),
+    ("cols", "gradient", "reduction", "l2_bytes", "wanted"),
     [
-        (32768, False, "mean", True),
-        (32776, False, "mean", False),
+        (32768, False, "mean", H200_L2, True),
+        (32776, False, "mean", H200_L2, False),
+        (16384, False, "mean", H100_L2, True),
+        (16392, False, "mean", H100_L2, False),
         # These stream.
-        (4096, False, "mean", False),
-        (16384, True, "mean", False),
+        (4096, False, "mean", H200_L2, False),
+        (16384, True, "mean", H200_L2, False),
         # A backward may read the logits again.
-        (16384, False, "none", False),
+        (16384, False, "none", H200_L2, False),
     ],
 )
-def test_what_nobody_reads_again_is_evicted_first(monkeypatch, cols, gradient, reduction, wanted):
+def test_what_nobody_reads_again_is_evicted_first(monkeypatch, cols, gradient, reduction, l2_bytes, wanted):
     kernels, compiled = [], cross_entropy.compiled
 
     def seen(kernel_class, facts, make, *rest):
@@ -135,7 +141,7 @@ def test_what_nobody_reads_again_is_evicted_first(monkeypatch, cols, gradient, r
         return compiled(kernel_class, facts, make, *rest)
 
     monkeypatch.setattr(cross_entropy, "compiled", seen)
-    machine = _schedule.machine((9, 0), 132)
+    machine = _schedule.machine((9, 0), 132, l2_bytes)
     schedule, held = _schedule.plain(machine, cols // 8, False, gradient)
     of = CrossEntropyOptions(reduction=reduction)
     cross_entropy.make_plain_plan(machine, BF16, cols, schedule, False, torch.int64, gradient, None, of, held=held)
@@ -180,7 +186,7 @@ def test_launches_begin_early_where_the_hardware_lets_them(monkeypatch, capabili
     monkeypatch.setattr(
         cross_entropy, "compiled", lambda kernel, facts, make, *rest: kernels.append((facts, make().early))
     )
-    machine = _schedule.machine(capability, 132)
+    machine = _schedule.machine(capability, 132, H200_L2)
     schedule = _schedule.direct(machine, 100)
     cross_entropy.make_backward_plan(machine, BF16, 800, schedule, False, torch.int64, False, options(False, "linear"))
     cross_entropy.make_rescale_plan(machine, BF16, 800, schedule, False, torch.int64)

@@ -1,5 +1,7 @@
 """What the host hands to a kernel, and what it returns, with a kernel that does nothing."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,9 +9,10 @@ pytest.importorskip("tvm_ffi", reason="cutedsl: apache-tvm-ffi is not installed"
 pytest.importorskip("cutlass.cute", reason="cutedsl: nvidia-cutlass-dsl is not installed")
 
 from loss_core.backend import REDUCTIONS, CrossEntropyOptions, UnsupportedInput
-from loss_cutedsl import _schedule, cross_entropy, softmax
+from loss_cutedsl import _launch, _schedule, cross_entropy, softmax
 
 PROCESSORS = 132
+L2_BYTES = 60 * 2**20
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def launches(monkeypatch):
 
     for module in (cross_entropy, softmax):
         monkeypatch.setattr(module, "compiled", compiled)
-        monkeypatch.setattr(module, "machine_of", lambda index: _schedule.machine((9, 0), PROCESSORS))
+        monkeypatch.setattr(module, "machine_of", lambda index: _schedule.machine((9, 0), PROCESSORS, L2_BYTES))
         monkeypatch.setattr(module, "stream_of", lambda index: 0)
     monkeypatch.setattr(softmax, "_plans", {})
     forget_plans()
@@ -355,8 +358,14 @@ def test_more_rows_than_there_can_be_blocks_are_taken_by_blocks_that_stay(launch
         assert (plan.grid(rows)[0] > rows) == each
 
 
+def test_the_machine_is_that_of_the_device(monkeypatch):
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=PROCESSORS, L2_cache_size=L2_BYTES)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert _launch.machine_of.__wrapped__(0) == _schedule.machine((9, 0), PROCESSORS, L2_BYTES)
+
+
 def test_a_device_of_one_multiprocessor_gets_a_whole_cluster(launches, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "machine_of", lambda index: _schedule.machine((9, 0), 1))
+    monkeypatch.setattr(cross_entropy, "machine_of", lambda index: _schedule.machine((9, 0), 1, L2_BYTES))
     plan = cross_entropy._forward_plan(
         -1, torch.bfloat16, 128256, False, True, torch.int64, True, False, None, False, True, CrossEntropyOptions()
     )

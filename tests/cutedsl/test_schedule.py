@@ -24,6 +24,8 @@ from loss_cutedsl import (
 )
 
 CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
+# As torch reports them.
+H100_L2, H200_L2 = 52428800, 62914560
 VECTORS = [
     *(1, 2, 31, 193, 256, 257, 513, 767, 768, 1000, 1024, 1025, 2048, 2049, 3585, 4000, 4096, 4097, 6283, 7168, 8192),
     *(8193, 10000),
@@ -33,7 +35,7 @@ VECTORS = [
 
 @pytest.fixture(params=CAPABILITIES, ids=lambda capability: "sm_{}{}".format(*capability))
 def machine(request):
-    return _schedule.machine(request.param, 132)
+    return _schedule.machine(request.param, 132, H200_L2)
 
 
 def addressed(kernel, vectors, inputs, entry_words, whole_rows=True):
@@ -95,14 +97,14 @@ def check_schedules(machine, vectors, ragged):
 
 def test_schedules_of_long_rows_use_clusters_where_there_are_some():
     rows = 151936 // 8
-    assert _schedule.held(_schedule.machine((9, 0), 132), rows).cluster == 2
-    assert _schedule.held(_schedule.machine((8, 0), 108), rows, measured=_schedule.MEASURED_GRADIENT) is None
+    assert _schedule.held(_schedule.machine((9, 0), 132, H200_L2), rows).cluster == 2
+    assert _schedule.held(_schedule.machine((8, 0), 108, H200_L2), rows, measured=_schedule.MEASURED_GRADIENT) is None
 
 
 @pytest.mark.parametrize("table", ["MEASURED_GRADIENT", "MEASURED_SOFTMAX"])
 def test_measured_schedules_fit_over_all_widths_they_are_for(table):
     """And no width has two of them."""
-    hopper = _schedule.machine((9, 0), 132)
+    hopper = _schedule.machine((9, 0), 132, H200_L2)
     words = _cross_entropy_rows.ENTRY_WORDS
     measured = sorted(getattr(_schedule, table))
     for case in measured:
@@ -118,7 +120,7 @@ def test_measured_schedules_fit_over_all_widths_they_are_for(table):
 @pytest.mark.parametrize("at_most", [0, 1, 3])
 @pytest.mark.parametrize(("cluster", "rows"), [(1, 1), (1, 100000), (2, 7), (2, 4096), (4, 66), (8, 4096), (16, 4096)])
 def test_grid_is_whole_clusters_and_no_more_than_there_are_rows(cluster, rows, at_most):
-    machine = _schedule.machine((9, 0), 132)
+    machine = _schedule.machine((9, 0), 132, H200_L2)
     schedule = _schedule.Schedule(512, 512, cluster, 1, 4, 1, at_most)
     most = _schedule.most_blocks(machine, schedule, 100 * 1024)
     blocks = schedule.grid(most, rows)
@@ -135,7 +137,7 @@ def test_grid_is_whole_clusters_and_no_more_than_there_are_rows(cluster, rows, a
 
 def test_few_rows_a_block_are_for_two_waves_and_more():
     """4096 x 8192 on a Hopper: a second wave that fills a third of the device takes as long as a whole one."""
-    hopper = _schedule.machine((9, 0), 132)
+    hopper = _schedule.machine((9, 0), 132, H200_L2)
     schedule = _schedule.held(hopper, 1024, measured=_schedule.MEASURED_GRADIENT)
     assert schedule.rows == 4
     most = 132 * schedule.blocks
@@ -177,8 +179,9 @@ def test_workspace_of_the_plain_case():
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("gradient", [True, False])
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_plain_schedules_fit_and_take_every_vector_of_a_row(capability, gradient, ragged):
-    machine = _schedule.machine(capability, 132)
+@pytest.mark.parametrize("l2_bytes", [H100_L2, H200_L2], ids=["smaller", "larger"])
+def test_plain_schedules_fit_and_take_every_vector_of_a_row(l2_bytes, capability, gradient, ragged):
+    machine = _schedule.machine(capability, 132, l2_bytes)
     most = 0
     for vectors in [*range(129, 40000, 7), _schedule.LARGEST // 4]:
         found = _schedule.plain(machine, vectors, ragged, gradient)
@@ -203,11 +206,57 @@ def test_plain_schedules_fit_and_take_every_vector_of_a_row(capability, gradient
     assert _schedule.plain(machine, 128, ragged, gradient) is None
 
 
+# Classes in bf16: on an H200, and on an H100.
+@pytest.mark.parametrize(
+    ("cols", "held"),
+    [
+        (4096, (False, False)),
+        (8192, (True, True)),
+        (32000, (True, True)),
+        (32003, (False, True)),
+        (50257, (False, True)),
+        (65536, (True, True)),
+        (128256, (False, True)),
+        (128257, (False, True)),
+        (151936, (False, True)),
+        # More than fits.
+        (10**6, (False, False)),
+    ],
+)
+def test_more_of_the_loss_alone_is_held_where_the_l2_cache_is_smaller(cols, held):
+    ragged = cols % 8 != 0
+    vectors = _schedule.most_vectors(cols, 8, ragged)
+    machines = [_schedule.machine((9, 0), 132, l2_bytes) for l2_bytes in (H200_L2, H100_L2)]
+    larger, smaller = (_schedule.plain(machine, vectors, ragged, False) for machine in machines)
+    with_gradient = {_schedule.plain(machine, vectors, ragged, True) for machine in machines}
+    assert len(with_gradient) == 1
+    assert (larger.held, smaller.held) == held
+    if larger.held == smaller.held:
+        assert larger == smaller
+    else:
+        assert smaller in with_gradient
+
+
+@pytest.mark.parametrize("cols", [4096, 32003, 50257, 128256])
+def test_rows_that_only_a_cluster_could_hold_stream_as_ever_where_there_is_none(cols):
+    ragged = cols % 8 != 0
+    vectors = _schedule.most_vectors(cols, 8, ragged)
+    smaller, larger = (_schedule.machine((8, 0), 108, l2_bytes) for l2_bytes in (H100_L2, H200_L2))
+    assert _schedule.plain(smaller, vectors, ragged, False) == _schedule.plain(larger, vectors, ragged, False)
+
+
+def test_wide_rows_are_not_evicted_first_where_the_l2_cache_is_smaller():
+    smaller, larger = (_schedule.machine((9, 0), 132, l2_bytes) for l2_bytes in (H100_L2, H200_L2))
+    for row_bytes, wanted in ((16384, (True, True)), (32768, (True, True)), (64000, (False, True))):
+        assert tuple(_schedule.evicts_first(machine, row_bytes) for machine in (smaller, larger)) == wanted
+    assert not _schedule.evicts_first(larger, 65552)
+
+
 @pytest.mark.parametrize("rows", [1, 7, 8192, 10**6, _schedule.MOST_PLAIN_ROWS])
 @pytest.mark.parametrize("processors", [1, 2, 132])
 @pytest.mark.parametrize("vectors", [200, 4000, 32000])
 def test_plain_grids(vectors, processors, rows):
-    machine = _schedule.machine((9, 0), processors)
+    machine = _schedule.machine((9, 0), processors, H200_L2)
     schedule, _ = _schedule.plain(machine, vectors, False, True)
     resident = _schedule.most_blocks(
         machine, schedule, _schedule.shared_bytes(schedule, vectors, 1, _schedule.PLAIN_ENTRY_WORDS)

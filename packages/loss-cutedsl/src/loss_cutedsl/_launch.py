@@ -17,7 +17,7 @@ DTYPES = {torch.float16: Float16, torch.bfloat16: BFloat16, torch.float32: Float
 def machine_of(index: int) -> Machine:
     """The machine of a CUDA device of this process."""
     properties = torch.cuda.get_device_properties(index)
-    return machine((properties.major, properties.minor), properties.multi_processor_count)
+    return machine((properties.major, properties.minor), properties.multi_processor_count, properties.L2_cache_size)
 
 
 def _public_stream(index: int) -> int:

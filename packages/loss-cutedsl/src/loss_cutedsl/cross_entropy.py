@@ -307,7 +307,7 @@ def make_plain_plan(machine, dtype, cols, schedule, ragged, target_dtype, gradie
         "scalar": scalar,
         "held": held,
         # A backward may read the logits once more.
-        "evicts_first": held and scalar and not gradient and _schedule.evicts_first(cols * dtype.itemsize),
+        "evicts_first": held and scalar and not gradient and _schedule.evicts_first(machine, cols * dtype.itemsize),
     }
     launch = compiled(
         CrossEntropyPlain,
