@@ -25,7 +25,6 @@ from ._device import (
     LOWEST,
     add,
     add_64,
-    cluster_arrive,
     cluster_wait,
     commit,
     divide,
@@ -43,7 +42,6 @@ from ._device import (
     pack,
     quotient,
     remainder,
-    show_mbarriers,
     shuffle_xor_64,
     smaller,
     store_element,
@@ -234,11 +232,7 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
     @cute.jit
     def take_row(self, facts: RowFacts, it: Operands, s_row, row):
         g_vectors, phase, vectors = self.span(it.g_logits, it.logits_stride, row, facts.cols)
-        if cutlass.const_expr(self.cluster > 1):
-            if facts.thread == 0:
-                self.make_met(facts.s_scratch)
-                show_mbarriers()
-            cluster_arrive()
+        self.start_meeting(facts.s_scratch, facts.thread)
         if cutlass.const_expr(self.scalar):
             self.count_slice(facts, it, row)
         target = self.load_target(it.g_target, row, row < it.rows, it.ignore_index)

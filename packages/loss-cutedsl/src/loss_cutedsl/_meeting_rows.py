@@ -8,11 +8,13 @@ from cutlass import Float32, Int32, Int64, cute
 from ._device import (
     StagedRows,
     arrive_and_expect,
+    cluster_arrive,
     load_element,
     make_mbarrier,
     quotient,
     remainder,
     send,
+    show_mbarriers,
     store_element,
     wait_for,
     warp_barrier,
@@ -32,10 +34,15 @@ class MeetingRows(StagedRows):
         super().__init__(dtype, schedule, ragged, entry_words)
         self.met = self.notes - MET_BYTES
 
-    def make_met(self, s_scratch):
-        """Make the two barrier objects, by one thread; to be shown to the cluster before the first exchange."""
-        for half in range(2):
-            make_mbarrier(s_scratch + self.met + 8 * half, 1)
+    @cute.jit
+    def start_meeting(self, s_scratch, thread):
+        """Make the two barrier objects and tell the cluster; ``cluster_wait`` comes before the first exchange."""
+        if cutlass.const_expr(self.cluster > 1):
+            if thread == 0:
+                for half in cutlass.range_constexpr(2):
+                    make_mbarrier(s_scratch + self.met + 8 * half, 1)
+                show_mbarriers()
+            cluster_arrive()
 
     def exchange(self, s_scratch, turn, thread, rank, words):
         """As in ``StagedRows``; ``turn`` goes from 0 to 3, for a barrier object has phases."""

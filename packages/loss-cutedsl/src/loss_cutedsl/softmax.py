@@ -29,7 +29,6 @@ from ._device import (
     LOG2E,
     LOWEST,
     add,
-    cluster_arrive,
     cluster_wait,
     commit,
     divide,
@@ -40,7 +39,6 @@ from ._device import (
     load_shared,
     log2,
     pack,
-    show_mbarriers,
     store_element,
     store_global,
     tree,
@@ -131,11 +129,7 @@ class SoftmaxForward(SoftmaxRows):
         stage_bytes = chunks * (self.unroll * self.row_threads * VECTOR_BYTES)
         s_slots = s_scratch + self.scratch_bytes + group * (self.stages * stage_bytes) + thread * VECTOR_BYTES
         g_end = g_input + (Int64(rows - 1) * input_stride + Int64(cols)) * self.element_bytes
-        if cutlass.const_expr(self.cluster > 1):
-            if thread == 0:
-                self.make_met(s_scratch)
-                show_mbarriers()
-            cluster_arrive()
+        self.start_meeting(s_scratch, thread)
         if cutlass.const_expr(self.held):
             self.fill_tails(s_slots, chunks, cols, first, self.lowest())
             for s in cutlass.range_constexpr(self.stages):
@@ -300,11 +294,7 @@ class SoftmaxBackward(SoftmaxRows):
         last_row = Int64(rows - 1)
         g_y_end = g_output + (last_row * output_stride + Int64(cols)) * self.element_bytes
         g_dy_end = g_upstream + (last_row * upstream_stride + Int64(cols)) * self.element_bytes
-        if cutlass.const_expr(self.cluster > 1):
-            if thread == 0:
-                self.make_met(s_scratch)
-                show_mbarriers()
-            cluster_arrive()
+        self.start_meeting(s_scratch, thread)
         if cutlass.const_expr(self.held):
             self.fill_tails(s_slots, chunks, cols, first, Uint32(0), parts=2)
             for s in cutlass.range_constexpr(self.stages):
