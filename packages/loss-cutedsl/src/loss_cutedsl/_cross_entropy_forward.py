@@ -9,8 +9,6 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ._cross_entropy_rows import ENTRY_WORDS, RowFacts
 from ._cross_entropy_total import (
-    DENOMINATOR_BYTES_32,
-    DENOMINATOR_BYTES_64,
     DENOMINATOR_WEIGHTS,
     NOTE_DONE,
     CrossEntropyTotal,
@@ -30,7 +28,6 @@ from ._device import (
     load_element,
     load_float_below,
     load_floats,
-    load_integer,
     load_relaxed_below,
     load_shared,
     load_shared_word,
@@ -350,14 +347,10 @@ class CrossEntropyForward(CrossEntropyTotal):
     @cute.jit
     def share_of_denominator(self, it: Operands, row: Int32, w_y: Float32):
         """What a row that is not ignored adds to a counted denominator."""
-        value = Float32(1.0)
+        value = Float32(self.share_of_row(it, row))
         if cutlass.const_expr(self.weighted):
             if it.denominator_kind == DENOMINATOR_WEIGHTS:
                 value = w_y
-        if it.denominator_kind == DENOMINATOR_BYTES_32:
-            value = Float32(load_integer(32, it.g_bytes + Int64(row) * 4))
-        if it.denominator_kind == DENOMINATOR_BYTES_64:
-            value = Float32(load_integer(64, it.g_bytes + Int64(row) * 8))
         return value
 
     @cute.jit

@@ -20,7 +20,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from ._cross_entropy_rows import RowFacts
-from ._cross_entropy_total import DENOMINATOR_BYTES_32, DENOMINATOR_BYTES_64, CrossEntropyTotal, Operands
+from ._cross_entropy_total import CrossEntropyTotal, Operands
 from ._device import (
     LOWEST,
     add,
@@ -33,7 +33,6 @@ from ._device import (
     larger,
     load_element,
     load_global_or,
-    load_integer,
     load_relaxed_64,
     load_relaxed_four,
     load_shared,
@@ -418,15 +417,6 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
                 if targets[u] != it.ignore_index:
                     share = share + self.share_of_row(it, start + u * step)
         return share
-
-    @cute.jit
-    def share_of_row(self, it: Operands, row):
-        value = Int64(1)
-        if it.denominator_kind == DENOMINATOR_BYTES_32:
-            value = load_integer(32, it.g_bytes + Int64(row) * 4)
-        if it.denominator_kind == DENOMINATOR_BYTES_64:
-            value = load_integer(64, it.g_bytes + Int64(row) * 8)
-        return value
 
     @cute.jit
     def look(self, facts, it):

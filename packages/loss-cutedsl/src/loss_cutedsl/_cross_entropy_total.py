@@ -7,7 +7,7 @@ from typing import NamedTuple
 from cutlass import Float32, Int32, Int64, cute
 
 from ._cross_entropy_rows import CrossEntropyRows
-from ._device import load_float
+from ._device import load_float, load_integer
 
 # Where the denominator of a scalar reduction comes from. The counted ones are neighbours.
 (
@@ -56,6 +56,16 @@ class CrossEntropyTotal(CrossEntropyRows):
 
     def counted(self, it):
         return (it.denominator_kind >= DENOMINATOR_ROWS) & (it.denominator_kind <= DENOMINATOR_BYTES_64)
+
+    @cute.jit
+    def share_of_row(self, it: Operands, row):
+        """What a row that is not ignored adds to a counted denominator: one, or its bytes."""
+        value = Int64(1)
+        if it.denominator_kind == DENOMINATOR_BYTES_32:
+            value = load_integer(32, it.g_bytes + Int64(row) * 4)
+        if it.denominator_kind == DENOMINATOR_BYTES_64:
+            value = load_integer(64, it.g_bytes + Int64(row) * 8)
+        return value
 
     @cute.jit
     def or_given(self, it: Operands, value: Float32):
