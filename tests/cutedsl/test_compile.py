@@ -91,18 +91,17 @@ def test_plain_forward(capability, l2_bytes, variant):
     dtype, cols, target_bits, scalar, gradient = variant
     machine = _schedule.machine(capability, 132, l2_bytes)
     vectors, ragged = shape(cols, dtype)
-    found = _schedule.plain(machine, vectors, ragged, gradient)
-    if found is None:
+    form = _schedule.plain(machine, vectors, ragged, gradient)
+    if form is None:
         assert not machine.clusters
         assert vectors > 2048
         return
-    schedule, held = found
     plan = cross_entropy.make_plain_plan(
-        machine, dtype, cols, schedule, ragged, TARGETS[target_bits], gradient, None,
-        options(False, "linear", "mean" if scalar else "none"), held=held,
+        machine, dtype, cols, form, ragged, TARGETS[target_bits], gradient, None,
+        options(False, "linear", "mean" if scalar else "none"),
     )  # fmt: skip
     assert callable(plan.launch)
-    assert plan.constants[:2] == (cols, schedule.chunks(vectors))
+    assert plan.constants[:2] == (cols, form.schedule.chunks(vectors))
     assert plan.constants[2] <= machine.block_bytes
 
 
@@ -142,9 +141,9 @@ def test_what_nobody_reads_again_is_evicted_first(monkeypatch, cols, gradient, r
 
     monkeypatch.setattr(cross_entropy, "compiled", seen)
     machine = _schedule.machine((9, 0), 132, l2_bytes)
-    schedule, held = _schedule.plain(machine, cols // 8, False, gradient)
+    form = _schedule.plain(machine, cols // 8, False, gradient)
     of = CrossEntropyOptions(reduction=reduction)
-    cross_entropy.make_plain_plan(machine, BF16, cols, schedule, False, torch.int64, gradient, None, of, held=held)
+    cross_entropy.make_plain_plan(machine, BF16, cols, form, False, torch.int64, gradient, None, of)
     ((facts, hinted),) = kernels
     assert hinted == wanted
     # What the cache knows the binary by.

@@ -234,7 +234,7 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
         self.start_meeting(facts.s_scratch, facts.thread)
         if cutlass.const_expr(self.scalar):
             self.count_slice(facts, it, row)
-        target = self.load_target(it.g_target, row, row < it.rows, it.ignore_index)
+        target = self.load_target(it.g_target, row, True, it.ignore_index)
         if cutlass.const_expr(self.held):
             self.fetch_row(facts, it, s_row, g_vectors, phase, vectors, target)
         # Asked for now, so that it has come by the time that the row has.

@@ -366,11 +366,11 @@ class Form(NamedTuple):
 
 
 def _held(threads: int, cluster: int, unroll: int, blocks: int) -> Form:
-    return Form(Schedule(threads, threads, cluster, 1, unroll, blocks, 1), True)
+    return Form(Schedule(threads, threads, cluster, 1, unroll, blocks), True)
 
 
 def _streamed(threads: int, unroll: int, blocks: int) -> Form:
-    return Form(Schedule(threads, threads, 1, 1, unroll, blocks, 1), False)
+    return Form(Schedule(threads, threads, 1, 1, unroll, blocks), False)
 
 
 class Width(NamedTuple):

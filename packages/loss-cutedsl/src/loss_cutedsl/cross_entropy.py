@@ -248,12 +248,9 @@ def _forward_plan(
     vectors = most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged)
     plain = not (weighted or stats or options.label_smoothing or options.total_classes is not None)
     if plain and alike and a_block_each and _logits_kind(options) == "linear":
-        found = _schedule.plain(machine, vectors, ragged, gradient)
-        if found is not None:
-            schedule, held = found
-            return make_plain_plan(
-                machine, dtype, cols, schedule, ragged, target_dtype, gradient, byte_dtype, options, held=held
-            )
+        form = _schedule.plain(machine, vectors, ragged, gradient)
+        if form is not None:
+            return make_plain_plan(machine, dtype, cols, form, ragged, target_dtype, gradient, byte_dtype, options)
     schedule = None
     if gradient:
         schedule = _schedule.held(machine, vectors, 1, ENTRY_WORDS, ragged, _schedule.MEASURED_GRADIENT)
@@ -298,8 +295,9 @@ def make_forward_plan(
     )
 
 
-def make_plain_plan(machine, dtype, cols, schedule, ragged, target_dtype, gradient, byte_dtype, options, *, held):
-    """Compile a forward of the plain case and prepare its launch; ``held``: in the form that holds rows."""
+def make_plain_plan(machine, dtype, cols, form, ragged, target_dtype, gradient, byte_dtype, options):
+    """Compile a forward of the plain case and prepare its launch."""
+    schedule, held = form
     scalar = options.reduction != "none"
     facts = {
         "target_bits": TARGET_BITS[target_dtype],
