@@ -20,7 +20,7 @@ _is_capturing: Callable[[], bool] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
 
-KEPT_WORDS = 1 << 16
+KEPT_WORDS = 1 << 18
 """Words of the workspace that is kept for a stream; a launch that needs more gets memory of its own."""
 
 # The handle that stands for another stream in each thread.

@@ -27,6 +27,7 @@ from loss_triton.cross_entropy_options import (
     cross_entropy_rescale_live_kernel,
     numbers_of,
 )
+from loss_triton.cross_entropy_parts import cross_entropy_fwd_grad_parts_kernel
 from loss_triton.denominator import (
     BYTES,
     NUMBER,
@@ -37,12 +38,12 @@ from loss_triton.denominator import (
     denominator_of_gradient,
     denominator_of_loss,
     end_counting,
-    patience,
     start_counting,
     sum_and_count,
     supply,
 )
-from loss_triton.launch import Launch, can_depend, kernel, prepared, refuse_float64
+from loss_triton.launch import Launch, can_depend, had_better_share, kernel, patience, prepared, refuse_float64
+from loss_triton.parts import parts_words
 from loss_triton.rows import (
     LOG2_E,
     argument_of,
@@ -56,6 +57,8 @@ from loss_triton.rows import (
     zero_row,
 )
 from loss_triton.schedules import (
+    GRADIENT_PARTS,
+    Parts,
     alignment,
     backward_schedule,
     evicts_first,
@@ -64,6 +67,7 @@ from loss_triton.schedules import (
     gradient_schedule,
     l2_cache_size,
     options_schedule,
+    parts_of,
 )
 from loss_triton.total import publish, sum_of_slices, sum_slice, words_of, workspace_words
 
@@ -172,7 +176,7 @@ def cross_entropy_fwd_grad_kernel(
     # lanes have 64 registers each: the loop over the blocks would spill them.
     HELD_FIRST: tl.constexpr = LANES < 1024
     if HELD_FIRST:
-        held = tl.load(held_ptr, mask=in_held, other=float("-inf"))
+        held = tl.load(held_ptr, mask=in_held, other=float("-inf"), eviction_policy="evict_last")
     else:
         held = tl.full(held_columns.shape, float("-inf"), logits_ptr.dtype.element_ty)
     words = start_counting(workspace_ptr, target_ptr, rows, ignore_index, KIND, LANES)
@@ -268,13 +272,15 @@ class _Plan(NamedTuple):
 
     Attributes:
         launch: of the kernel.
-        plain: whether that is one of the kernels above.
+        plain: whether that is one of the plain kernels.
         denominator: of the reduction.
+        parts: programs that share a row; 0 for a kernel that has one for each.
     """
 
     launch: Launch
     plain: bool
     denominator: Denominator
+    parts: int = 0
 
 
 def cross_entropy_forward(
@@ -292,7 +298,7 @@ def cross_entropy_forward(
     rows, classes = logits.shape
     device, stride = logits.device, logits.stride(0)
     grad_place, grad_stride = (None, 0) if grad is None else (grad.data_ptr() % 16, grad.stride(0))
-    launch, plain, denominator = _plan(
+    launch, plain, denominator, parts = _plan(
         device, logits.dtype, target.dtype, classes, rows.bit_length(), options, stats, weight is not None,
         None if byte_lengths is None else byte_lengths.dtype, type(num_items),
         logits.data_ptr() % 16, stride, grad_place, grad_stride,
@@ -307,7 +313,8 @@ def cross_entropy_forward(
     workspace: Tensor | None = None
     like: tuple[tuple[int, ...], tuple[int, ...]] = (rows,), (1,)
     if options.reduction != "none":
-        workspace, like = zeroed_words(workspace_words(rows, 1 + stats), device), ((), ())
+        words, of_parts = _workspace(rows, 1 + stats, parts)
+        workspace, like = zeroed_words(words, device), ((), ())
     loss = new(*like, float32)
     if not plain:
         return _forward_options(
@@ -320,10 +327,20 @@ def cross_entropy_forward(
         )  # fmt: skip
     else:
         launch(
-            rows, (logits, target, workspace, of_row, stored, lse, grad, loss),
-            rows, classes, stride, grad_stride, 0, options.ignore_index, options.logit_scale, number,
+            rows * max(parts, 1), (logits, target, workspace, of_row, stored, lse, grad, loss),
+            rows, classes, stride, grad_stride, 0, options.ignore_index, options.logit_scale, number, *of_parts,
         )  # fmt: skip
     return CrossEntropyForward(loss, lse, result)
+
+
+def _workspace(rows: int, values: int, parts: int) -> tuple[int, tuple[int, ...]]:
+    """Words of a launch, and the numbers that a kernel whose rows have parts takes last."""
+    words = workspace_words(rows, values)
+    if not parts:
+        return words, ()
+    # Where a sector begins.
+    parts_at = -(-words // 16) * 16
+    return parts_at + parts_words(rows, parts), (parts, parts_at)
 
 
 @functools.lru_cache(4096)
@@ -358,6 +375,7 @@ def _plan(
     )
     key = index, dtype, target_dtype, of_row
     plain = not weighted and not stats and _is_plain(options)
+    parts = 0
     if not plain:
         lanes, block, hold, _ = options_schedule(classes, vector)
         constants: tuple[int | bool, ...] = (
@@ -365,6 +383,10 @@ def _plan(
             options.total_classes is not None, stats, gradient, vector, edges, lanes, block, hold,
         )  # fmt: skip
         launch = prepared(cross_entropy_options_fwd_kernel, key, constants, lanes)
+    elif gradient and (how := gradient_parts(device, classes, dtype.itemsize, vector)):
+        parts = how.of_row(classes, vector)
+        constants = kind, patience(index), vector, edges, how.lanes, how.chunks
+        launch = prepared(cross_entropy_fwd_grad_parts_kernel, key, constants, how.lanes, how.registers)
     elif gradient:
         lanes, block, hold, ahead = gradient_schedule(classes, dtype.itemsize, vector, l2_cache_size(device))
         constants = kind, patience(index), vector, edges, lanes, block, hold, ahead
@@ -373,7 +395,12 @@ def _plan(
         lanes, block, hold, _ = forward_schedule(classes, dtype.itemsize, vector)
         constants = reduce, kind, evicts_first(classes, dtype.itemsize), vector, edges, lanes, block, hold
         launch = prepared(cross_entropy_fwd_kernel, key, constants, lanes)
-    return _Plan(launch, plain, denominator)
+    return _Plan(launch, plain, denominator, parts)
+
+
+def gradient_parts(device: torch.device, classes: int, size: int, vector: int) -> Parts | None:
+    """How programs share a row whose gradient is written, or None where one takes it alone."""
+    return parts_of(GRADIENT_PARTS[size], classes, size, vector) if had_better_share(device) else None
 
 
 def cross_entropy_prepare(
@@ -389,7 +416,7 @@ def cross_entropy_prepare(
     gradient: bool,
 ) -> PreparedCrossEntropy | None:
     """See ``loss_core.backend``."""
-    launch, plain, of = _plan(
+    launch, plain, of, parts = _plan(
         device, dtype, target_dtype, classes, rows.bit_length(), options, False, False, None, NoneType,
         offset, stride, *((0, classes) if gradient else (None, 0)),
     )  # fmt: skip
@@ -398,10 +425,11 @@ def cross_entropy_prepare(
     new, float32 = allocator(device), torch.float32
     # One tensor for what is known of rows: their lse and the denominator.
     results_like = (rows + 1,), (1,), float32
-    words = workspace_words(rows)
+    words, of_parts = _workspace(rows, 1, parts)
+    programs = rows * max(parts, 1)
     divides = options.reduction != "sum"
     strides = (stride, classes) if gradient else (stride,)
-    numbers = rows, classes, *strides, rows, options.ignore_index, options.logit_scale, 1.0
+    numbers = rows, classes, *strides, rows, options.ignore_index, options.logit_scale, 1.0, *of_parts
 
     def loss_alone(logits: Tensor, target: Tensor, grad: None) -> tuple[Tensor, None]:
         results, loss = new(*results_like), new((), (), float32)
@@ -425,7 +453,7 @@ def cross_entropy_prepare(
     def forward(logits: Tensor, target: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         results, loss = new(*results_like), new((), (), float32)
         stored = results if divides else None
-        launch(rows, (logits, target, zeroed_words(words, device), target, stored, results, grad, loss), *numbers)
+        launch(programs, (logits, target, zeroed_words(words, device), target, stored, results, grad, loss), *numbers)
         return loss, results
 
     def backward(

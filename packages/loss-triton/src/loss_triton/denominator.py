@@ -28,9 +28,6 @@ _SLICES = tl.constexpr(64)
 _SLICE = tl.constexpr(1 << 24)
 TOO_MANY_ROWS = 1 << 24
 
-# How often a program looks for the count, about a microsecond each, before it counts for itself.
-_PATIENCE = 2048
-
 
 @triton.jit
 def sum_over_targets(
@@ -262,8 +259,3 @@ def supply(
         return of_row, 1.0, result, result
     denominator.before(1, (target, of_row, result), target.shape[0], classes, ignore_index)
     return result, 1.0, None, result
-
-
-def patience(device: int | None) -> int:
-    """The PATIENCE of a launch on the GPU of this index; None: the interpreter, which runs programs in turn."""
-    return 0 if device is None else _PATIENCE

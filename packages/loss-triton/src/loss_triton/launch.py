@@ -45,9 +45,11 @@ class Launch:
         "_address", "_compiled", "_constants", "_device", "_front", "_jit", "_launch", "_options", "_stream_of",
     )  # fmt: skip
 
-    def __init__(self, kernel: Kernel, constants: tuple[Any, ...], threads: int) -> None:
+    def __init__(self, kernel: Kernel, constants: tuple[Any, ...], threads: int, registers: int | None = None) -> None:
         self._jit, self._constants = kernel.jit, constants
         self._options: dict[str, Any] = {"num_warps": max(1, threads // _WARP)}
+        if registers is not None:
+            self._options["maxnreg"] = registers
         # Read off the constants, so that no kernel is launched early that does not wait. Other backends than NVIDIA's
         # refuse the option, whatever its value.
         if dict(zip(kernel.constants, constants, strict=True)).get("DEPENDENT"):
@@ -79,6 +81,15 @@ class Launch:
             self._compiled = compiled
 
 
+# How often a program looks for what others tell, about a microsecond each, before it finds it out itself.
+_PATIENCE = 2048
+
+
+def patience(device: int | None) -> int:
+    """The constant PATIENCE of a launch on the GPU of this index; None: the interpreter, whose programs take turns."""
+    return 0 if device is None else _PATIENCE
+
+
 def _address_or_none(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -99,12 +110,15 @@ def _launcher_of(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
 
 
 @functools.cache
-def prepared(kernel: Kernel, key: tuple[Any, ...], constants: tuple[Any, ...], threads: int) -> Launch:
+def prepared(
+    kernel: Kernel, key: tuple[Any, ...], constants: tuple[Any, ...], threads: int, registers: int | None = None
+) -> Launch:
     """The launch of a kernel with these constants and `threads` a program.
 
     `key` has to tell apart what makes another binary beside them: the device, the dtypes of tensors, which are None.
+    `registers`: the most that a thread may have, where NVIDIA's backend compiles.
     """
-    return Launch(kernel, constants, threads)
+    return Launch(kernel, constants, threads, registers)
 
 
 @functools.cache
@@ -115,6 +129,16 @@ def can_depend(device: torch.device) -> bool:
         return False
     target = driver.active.get_current_target()
     # Of 12.x one report has such launches fail where a graph was captured.
+    return target.backend == "cuda" and target.arch // 10 in (9, 10)
+
+
+@functools.cache
+def had_better_share(device: torch.device) -> bool:
+    """Whether programs on `device`, the current one, are faster where they share wide rows (see ``parts``)."""
+    if _INTERPRETED:
+        return False
+    target = driver.active.get_current_target()
+    # Measured on Hopper.
     return target.backend == "cuda" and target.arch // 10 in (9, 10)
 
 

@@ -54,6 +54,17 @@ def edge_columns(head, body, classes, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def opaque(x):
+    """x, of which the compiler may not keep another form (float32) from before in registers."""
+    if _INTERPRETED or x.dtype.primitive_bitwidth != 16:
+        return x
+    elif tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    else:
+        return x
+
+
+@triton.jit
 def lane_max(x, LANES: tl.constexpr):
     """Maximum of each lane of a block; no lane waits for another."""
     VECTOR: tl.constexpr = x.shape[1] // LANES

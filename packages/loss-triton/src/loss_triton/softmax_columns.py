@@ -20,7 +20,7 @@ from torch import Tensor
 
 from loss_triton.launch import Kernel, kernel, prepared, refuse_float64
 from loss_triton.rows import finite_or_zero, vectors
-from loss_triton.softmax import (
+from loss_triton.softmax_math import (
     exp,
     input_gradient,
     normalized,

@@ -1,0 +1,147 @@
+"""Cross-entropy's plain case with its gradient, for rows so wide that several programs share one.
+
+A row that one program reads in two sweeps comes from memory once and from L2 again, which for the widest sets the pace.
+Here each program holds its part in registers, and asks the others for their maximum and sum; see ``parts``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from loss_triton.denominator import (
+    denominator_of_gradient,
+    denominator_of_loss,
+    end_counting,
+    start_counting,
+    sum_and_count,
+)
+from loss_triton.launch import kernel
+from loss_triton.parts import (
+    clear,
+    edges_of_part,
+    load_edges,
+    load_part,
+    message_of,
+    peak_and_total,
+    peak_of_part,
+    store_chunk,
+    tell,
+    total_of_edges,
+    totals_of_part,
+    words_of_row,
+)
+from loss_triton.rows import (
+    LOG2_E,
+    argument_of,
+    body_of,
+    finite_or_zero,
+    fused,
+    opaque,
+)
+from loss_triton.total import publish, sum_of_slices, sum_slice, words_of
+
+
+@triton.jit
+def _write_part(
+    grad_row_ptr, held, x_edge, peak, total, valid, log2_scale, of_target, head, body, classes, part,
+    VECTOR: tl.constexpr, EDGES: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Write of_target * softmax(x)."""
+    of_softmax = tl.where(valid, of_target / total, float("nan"))
+    power, bias, factor = argument_of(peak, log2_scale)
+    of_power = of_softmax * factor
+    for chunk in tl.static_range(CHUNKS):
+        grad = tl.exp2(fused(opaque(held[chunk]).to(tl.float32), power, bias)) * of_power
+        store_chunk(grad_row_ptr, grad, head, body, part, chunk, VECTOR, WIDTH, CHUNKS)
+    if EDGES:
+        edges, in_edge = edges_of_part(head, body, classes, part, VECTOR)
+        edge_grad = (tl.exp2(fused(x_edge, power, bias)) * of_power).to(grad_row_ptr.dtype.element_ty)
+        tl.store(grad_row_ptr + edges, edge_grad, mask=in_edge)
+
+
+@kernel
+def cross_entropy_fwd_grad_parts_kernel(
+    logits_ptr, target_ptr, workspace_ptr, of_row_ptr, denominator_ptr, lse_ptr, grad_ptr, loss_ptr,
+    rows, classes, logits_stride: tl.int64, grad_stride: tl.int64, denominator_at,
+    ignore_index: tl.int64, logit_scale: tl.float32, number: tl.float32, parts, parts_at,
+    KIND: tl.constexpr, PATIENCE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
+    LANES: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """grad = logit_scale * (softmax(x) - onehot(target)) / denominator, and loss. One program per part of a row.
+
+    Arguments as those of ``cross_entropy_fwd_grad_kernel``, and in the workspace at parts_at the words of ``parts``.
+    parts: of a row, CHUNKS vectors of each of LANES lanes; less than LANES.
+    """
+    WIDTH: tl.constexpr = LANES * VECTOR
+    row = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    target = tl.load(target_ptr + row).to(tl.int64)
+    live = target != ignore_index
+    row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
+    grad_row_ptr = grad_ptr + tl.cast(row, tl.int64) * grad_stride
+    head, body = body_of(row_ptr, classes, VECTOR, EDGES)
+    held = load_part(row_ptr, head, body, part, float("-inf"), VECTOR, WIDTH, CHUNKS)
+    x_edge = load_edges(row_ptr, head, body, classes, part, float("-inf"), VECTOR, EDGES)
+    words = start_counting(workspace_ptr, target_ptr, rows, ignore_index, KIND, LANES)
+
+    valid = (target >= 0) & (target < classes)
+    # Who has the target's column writes its gradient and tells the loss; of a row without one, the first part.
+    place = target - head
+    in_part = (place >= 0) & (place < body) & (place // (WIDTH * CHUNKS) == part)
+    in_edge = (place < 0) | (place >= body)
+    tells = tl.where(valid & live, in_part | (in_edge & (part == 0)), part == 0)
+    losses_ptr = words_of(workspace_ptr, rows, 0)
+    if live:
+        # A target out of range reads nothing and makes its row NaN, the gradient too.
+        x_target = tl.load(row_ptr + target, mask=valid & tells, other=float("nan")).to(tl.float32)
+        log2_scale = logit_scale * LOG2_E
+        row_words_ptr = words_of_row(workspace_ptr + parts_at, row, parts)
+        own_peak = peak_of_part(held, x_edge, EDGES, LANES)
+        own_total, counted = sum_and_count(totals_of_part(held, own_peak, log2_scale, LANES), words, rows, KIND)
+        own_total += total_of_edges(x_edge, own_peak, log2_scale, EDGES)
+        of_target = logit_scale / denominator_of_gradient(
+            counted, workspace_ptr, target_ptr, of_row_ptr, number, rows, ignore_index, KIND, PATIENCE, LANES
+        )
+        # After the count was read, which is taken back once all rows are known.
+        tell(row_words_ptr, part, message_of(own_peak, own_total))
+        peak, total, left = peak_and_total(
+            row_words_ptr, row_ptr, head, body, classes, parts, log2_scale, PATIENCE, VECTOR, EDGES, LANES, CHUNKS
+        )  # fmt: skip
+        peak = finite_or_zero(peak)
+        if tells:
+            tl.store(lse_ptr + row, peak * logit_scale + tl.log(total))
+            publish(losses_ptr, row, tl.log(total) - (x_target - peak) * logit_scale, live)
+        _write_part(
+            grad_row_ptr, held, x_edge, peak, total, valid, log2_scale, of_target, head, body, classes, part,
+            VECTOR, EDGES, WIDTH, CHUNKS,
+        )  # fmt: skip
+        if tells:
+            # The target's element once more, which spares every other one the comparison.
+            tl.debug_barrier()
+            target_grad = tl.exp2((x_target - peak) * log2_scale) * (of_target / total) - of_target
+            tl.store(grad_row_ptr + target, target_grad.to(grad_ptr.dtype.element_ty), mask=valid)
+        clear(row_words_ptr, parts, left, LANES)
+    else:
+        for chunk in tl.static_range(CHUNKS):
+            store_chunk(
+                grad_row_ptr, tl.zeros((1, WIDTH), tl.float32), head, body, part, chunk, VECTOR, WIDTH, CHUNKS
+            )  # fmt: skip
+        if EDGES:
+            edges, at_edge = edges_of_part(head, body, classes, part, VECTOR)
+            edge_zeros = tl.zeros(edges.shape, grad_ptr.dtype.element_ty)
+            tl.store(grad_row_ptr + edges, edge_zeros, mask=at_edge)
+        if tells:
+            tl.store(lse_ptr + row, 0.0)
+            publish(losses_ptr, row, tl.zeros((), tl.float32), live)
+    if part == parts - 1:
+        sum_slice(losses_ptr, row, rows, LANES)
+        if row == rows - 1:
+            sum_of_losses, live_rows = sum_of_slices(losses_ptr, rows)
+            denominator = denominator_of_loss(
+                live_rows, target_ptr, of_row_ptr, number, rows, classes, ignore_index, KIND, LANES
+            )
+            tl.store(loss_ptr, sum_of_losses / denominator)
+            if denominator_ptr is not None:
+                tl.store(denominator_ptr + denominator_at, denominator)
+            end_counting(workspace_ptr, live_rows, rows, KIND)

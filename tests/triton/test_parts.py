@@ -1,0 +1,244 @@
+"""Rows that programs share: what each tells the others, and what one does that has waited in vain."""
+
+import math
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import loss_core
+import loss_triton
+import triton
+import triton.language as tl
+from loss_core.backend import CrossEntropyOptions
+from loss_triton import cross_entropy, parts, schedules, softmax
+from loss_triton.launch import Launch
+from support import devices
+
+pytestmark = pytest.mark.skipif(
+    bool(devices.unavailable_reason("triton")), reason=f"triton: {devices.unavailable_reason('triton')}"
+)
+
+# In the interpreter a program waits in vain for those behind it, and finds the words of those before it; where programs
+# run at the same time, all do either.
+PATIENCES = (2048, 0) if devices.HAS_GPU else (0,)
+ROWS = 300 if devices.HAS_GPU else 7
+# Dtype, columns, and where in a vector rows begin: a part that is full, a column more, several; parts have 2 chunks of
+# 32 lanes.
+CASES = (
+    (torch.float32, 256, 0), (torch.float32, 1003, 3), (torch.float16, 513, 0), (torch.bfloat16, 1003, 3),
+    (torch.bfloat16, 2056, 0), (torch.bfloat16, 2056, 5),
+)  # fmt: skip
+
+
+def forget():
+    """Have the next call planned anew."""
+    cross_entropy._plan.cache_clear()
+    # The name in the package is the function's.
+    sys.modules["loss_core.cross_entropy"]._usual.cache_clear()
+
+
+@pytest.fixture(params=PATIENCES)
+def launched(request, monkeypatch):
+    """Kernels of small parts alone, with so much patience; in the end names of those launched, and their words."""
+    names, words = [], []
+
+    def zeroed_words(count, device, *stream):
+        words.append(torch.zeros(count, dtype=torch.int64, device=device))
+        return words[-1]
+
+    def run(self, *arguments):
+        names.append(self._jit.__name__)
+        call(self, *arguments)
+
+    call = Launch.__call__
+    monkeypatch.setattr(Launch, "__call__", run)
+    for module in (cross_entropy, softmax):
+        monkeypatch.setattr(module, "had_better_share", lambda device: True)
+        monkeypatch.setattr(module, "parts_of", lambda *width: schedules.Parts(32, 2))
+        monkeypatch.setattr(module, "patience", lambda device: request.param)
+        monkeypatch.setattr(module, "zeroed_words", zeroed_words)
+    forget()
+    yield names
+    forget()
+    assert all("_parts_" in name for name in names)
+    assert names
+    assert len(words) == len(names)
+    assert not any(used.any() for used in words)
+
+
+def placed(values, start, device):
+    """`values` as rows that begin `start` elements into a vector, and have an odd stride if `start` is not 0."""
+    rows, classes = values.shape
+    memory = torch.full((rows, classes + 2 * start + (-classes) % 8), math.nan, dtype=values.dtype, device=device)
+    view = memory[:, start : start + classes]
+    view.copy_(values)
+    return view
+
+
+def logits_and_target(classes, dtype):
+    """Masked columns, a masked row; targets at both ends, in each part, ignored and out of range."""
+    x = (4 * torch.randn(ROWS, classes)).to(dtype)
+    target = torch.randint(classes, (ROWS,))
+    target[0], target[1], target[2], target[3] = 0, classes - 1, -100, classes
+    x[0, 1:] = -math.inf
+    x[1, : classes // 2] = -math.inf
+    x[2] = math.nan
+    x[4, classes // 3] = math.inf
+    x[5] = -math.inf
+    target[6] = classes // 2
+    return x, target
+
+
+def gradient(x, target, reduction):
+    """Loss and gradient in float64, with NaN where a target is out of range."""
+    x = x.double().requires_grad_()
+    valid = (target >= 0) & (target < x.shape[1])
+    loss = torch.nn.functional.cross_entropy(x, torch.where(valid, target, -100), reduction="none")
+    loss = torch.where(valid | (target == -100), loss, math.nan)
+    live = int((target != -100).sum()) if reduction == "mean" else 1
+    (grad,) = torch.autograd.grad(loss[valid].sum() / live, x)
+    grad[~valid & (target != -100)] = math.nan
+    return loss.detach().sum() / live, torch.where((target == -100)[:, None], 0.0, grad)
+
+
+def forward(x, target, grad, **options):
+    return loss_triton.cross_entropy_forward(
+        x, target, None, None, None, CrossEntropyOptions(**options), grad=grad, stats=False
+    )
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(("dtype", "classes", "start"), CASES)
+def test_cross_entropy(dtype, classes, start, inplace, launched, device):
+    values, target = logits_and_target(classes, dtype)
+    x = placed(values, start, device)
+    grad = x if inplace else placed(torch.full_like(values, math.nan), start, device)
+    out = forward(x, target.to(device, torch.int32 if inplace else torch.int64), grad)
+    _, wanted = gradient(values, target, "mean")
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        grad.double().cpu(), wanted, atol=rounding / ROWS, rtol=max(rounding, 1e-5), equal_nan=True
+    )
+    assert out.loss.isnan()
+    lse = torch.where(target == -100, 0.0, values.double().logsumexp(1))
+    # Of a row with +inf the sum is NaN, as its gradient is.
+    lse[4] = math.nan
+    torch.testing.assert_close(out.lse.double().cpu(), lse, atol=1e-5, rtol=1e-6, equal_nan=True)
+    assert out.denominator.item() == int((target != -100).sum())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_loss_and_twice_the_same_bits(reduction, launched, device):
+    values, target = logits_and_target(1003, torch.bfloat16)
+    values[3:6] = torch.randn(3, 1003).to(values.dtype)
+    target[3] = 7
+    loss, wanted = gradient(values, target, reduction)
+    x = values.to(device)
+    results = []
+    for _ in range(2):
+        grad = torch.full_like(x, math.nan)
+        results.append((forward(x, target.to(device), grad, reduction=reduction).loss, grad))
+    torch.testing.assert_close(results[0][0].double().cpu(), loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(results[0][1].double().cpu(), wanted, rtol=2**-7, atol=1e-6)
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.skipif(not devices.HAS_GPU, reason="the interpreter has no patience")
+@pytest.mark.parametrize("classes", [1003, 2056])
+def test_the_same_bits_with_and_without_patience(classes, monkeypatch, device):
+    x, target = torch.randn(ROWS, classes).bfloat16().to(device), torch.randint(classes, (ROWS,), device=device)
+    g = torch.randn_like(x)
+    monkeypatch.setattr(cross_entropy, "parts_of", lambda *width: schedules.Parts(32, 2))
+    monkeypatch.setattr(softmax, "parts_of", lambda *width: schedules.Parts(32, 2))
+    results = []
+    for patience in PATIENCES:
+        for module in (cross_entropy, softmax):
+            monkeypatch.setattr(module, "patience", lambda device, patience=patience: patience)
+        forget()
+        grad, y, dx = (torch.full_like(x, math.nan) for _ in range(3))
+        loss = forward(x, target, grad).loss
+        loss_triton.softmax_forward(x, y)
+        loss_triton.softmax_backward(g, y, dx)
+        results.append((loss, grad, y, dx))
+    forget()
+    for other in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "classes", "start"), CASES)
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+def test_softmax(op, dtype, classes, start, launched, device):
+    values, _ = logits_and_target(classes, dtype)
+    rounding = max(torch.finfo(dtype).eps, 1e-6)
+    x, y = placed(values, start, device), placed(torch.full_like(values, math.nan), start, device)
+    getattr(loss_triton, f"{op}_forward")(x, y)
+    wanted = getattr(torch, op)(values.double(), 1)
+    torch.testing.assert_close(y.double().cpu(), wanted, atol=4 * rounding, rtol=4 * rounding, equal_nan=True)
+
+    g = torch.randn(ROWS, classes).to(dtype)
+    dx = placed(torch.full_like(values, math.nan), start, device)
+    getattr(loss_triton, f"{op}_backward")(placed(g, start, device), y, dx)
+    out = y.double().cpu()
+    p = out.exp() if op == "log_softmax" else out
+    share = g.double() if op == "log_softmax" else g.double() * p
+    wanted = share - p * share.sum(1, keepdim=True)
+    torch.testing.assert_close(dx.double().cpu(), wanted, atol=16 * rounding, rtol=4 * rounding, equal_nan=True)
+
+
+def test_through_the_prepared_call(launched, device):
+    """And an upstream gradient that is not 1."""
+    values, target = torch.randn(ROWS, 1537), torch.randint(1537, (ROWS,))
+    target[1] = -100
+    x = values.to(device).requires_grad_()
+    reference = values.double().requires_grad_()
+    loss = loss_core.cross_entropy(x, target.to(device), backend="triton")
+    wanted = torch.nn.functional.cross_entropy(reference, target)
+    torch.testing.assert_close(loss.detach().double().cpu(), wanted.detach(), atol=1e-6, rtol=1e-6)
+    # Its kernel has a row for each program.
+    launched_by_then = list(launched)
+    (grad,) = torch.autograd.grad(loss, x, torch.tensor(1.7, device=device))
+    del launched[len(launched_by_then) :]
+    (truth,) = torch.autograd.grad(wanted, reference, torch.tensor(1.7, dtype=torch.float64))
+    torch.testing.assert_close(grad.double().cpu(), truth, atol=1e-7, rtol=1e-5)
+
+
+@triton.jit
+def with_word_kernel(words_ptr, out_ptr, part, LANES: tl.constexpr):
+    lane = tl.arange(0, LANES)
+    words = tl.load(words_ptr + lane)
+    told = parts.with_word(words, words_ptr, part, tl.full((), -5, tl.int64), LANES)
+    tl.store(out_ptr + lane, told)
+
+
+@pytest.mark.parametrize("word", [0, 17])
+def test_a_word_that_has_come_meanwhile_is_taken(word, device):
+    """Its program may have written over what was read for it."""
+    words = torch.zeros(32, dtype=torch.int64, device=device)
+    words[3], words[5] = word, 9
+    told = torch.empty_like(words)
+    with_word_kernel[(1,)](words, told, 3, 32, num_warps=1)
+    assert told.tolist() == [0, 0, 0, word or -5, 0, 9] + [0] * 26
+
+
+TABLES = {
+    **{f"gradient {size}": (table, size) for size, table in schedules.GRADIENT_PARTS.items()},
+    **{" ".join(map(str, key)): (table, key[2]) for key, table in softmax._PARTS.items()},
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_parts_make_a_row(name):
+    table, size = TABLES[name]
+    assert table[-1][0] is None
+    for classes in sorted({2**power + more for power in range(21) for more in (-1, 0, 1)}):
+        for vector in (16 // size, 1):
+            how = schedules.parts_of(table, max(1, classes), size, vector)
+            if how is None:
+                continue
+            assert vector > 1
+            count = how.of_row(classes, vector)
+            assert 1 < count < how.lanes <= 1024
+            assert (count - 1) * how.lanes * how.chunks * vector < classes <= count * how.lanes * how.chunks * vector
