@@ -3,7 +3,8 @@
 The floor is memory: the logits are read once and their gradient is written once. A program takes a row in blocks. The
 first sweep keeps each lane's running maximum and sum; the second runs backwards over the row and writes the gradient,
 so that what it reads again was read last. The end of the row stays in registers between the sweeps and is not read
-again; a row that fits there is read once in every sense, another once from memory and in part from L2.
+again; a row that fits there is read once in every sense, another once from memory and in part from L2. Where that sets
+the pace, programs share a row: ``cross_entropy_parts``.
 
 Options of the loss (class weights, smoothing, z-loss, softcap, statistics) are in ``cross_entropy_options``; the
 schedule that goes with a width is in ``schedules``.

@@ -34,7 +34,7 @@ def _schedule(vector: int, warps: int, block: int, hold: int, ahead: bool = Fals
 # Rows up to `classes` wide: (classes, warps, rounds of a block, rounds held[, ahead]), for 2-byte and for 4-byte
 # elements. Read off sweeps on an H200 and an H100 (triton 3.6; docs/tuning.md): narrow rows are held whole; wide ones
 # want every lane to have several vectors in flight, and all rows in flight together to stay within the L2 cache, so the
-# widest get a processor to themselves.
+# widest get a processor to themselves, unless programs share them (below).
 _Table = dict[int, tuple[tuple[Any, ...], ...]]
 _FORWARD: _Table = {
     2: (
@@ -117,10 +117,11 @@ class Parts(NamedTuple):
 PartsTable = tuple[tuple[int | None, Parts | None], ...]
 
 GRADIENT_PARTS: dict[int, PartsTable] = {
-    # Whole calls, forward and backward, on an H200, in brackets one program a row: 8192 x 50257 87.4% (82.6),
-    # 4096 x 65536 91.1% (81.9); 4096 x 128256 89.8% (84.3), 8192 x 151936 90.9% (86.3).
+    # Whole calls, forward and backward, on an H200 and an H100, in brackets one program a row: 8192 x 50257 87.4 and
+    # 98.5% (82.6 and 90.1%); 4096 x 65536 91.1 and 97.4% (81.9 and 91.5%); 4096 x 128256 89.8 and 99.8% (84.3 and 96.1%),
+    # 8192 x 151936 90.9 and 101.1% (86.3 and 91.6%). 8192 x 32000 90.3% in 64 lanes, 16 chunks (93.2%).
     2: ((32768, None), (57344, Parts(64, 12, 96)), (98304, Parts(128, 16, 128)), (None, Parts(128, 12, 96))),
-    # 2048 x 128256 94.1% (79.6).
+    # 2048 x 128256 94.1 and 99.8% (79.6 and 79.7%).
     4: ((32768, None), (None, Parts(128, 16, 128))),
 }
 

@@ -1,8 +1,9 @@
 """Softmax and log-softmax over (rows, classes), forward and backward.
 
-Two kernels each way, chosen by width: whole rows in registers, many narrow ones or a wide one per program; and a loop
-over the blocks of one long row. ``LOG`` makes softmax's kernels log-softmax's. ``rows`` says what VECTOR, EDGES and
-LANES mean. The schedules are at the end of the kernels, the launchers at the end of the file.
+Three kernels each way, chosen by width: whole rows in registers, many narrow ones or a wide one per program; a loop
+over the blocks of one long row; and, in ``softmax_parts``, rows that programs share. ``LOG`` makes softmax's kernels
+log-softmax's. ``rows`` says what VECTOR, EDGES and LANES mean. The schedules are at the end of the kernels, the
+launchers at the end of the file.
 """
 
 from __future__ import annotations
@@ -279,7 +280,9 @@ class Schedule(NamedTuple):
 # bfloat16 where no dtype is named.
 #
 # A warp holds up to 1024 elements, 32 per thread, and no program of several rows has more than one warp: two rows in
-# two warps cost a sixth at 1000 columns. Hints to evict what whole rows read and write cost 3 to 5%.
+# two warps cost a sixth at 1000 columns. What is read is to be evicted last: forward 4096 x 8192 87.9 and 91.2% (without
+# the hint 83.8 and 89.7%), 32768 x 4096 99.2% (94.8%), backward 4096 x 8192 94.3 and 94.9% (89.5 and 93.4%), 32768 x
+# 2048 99.8 and 99.1% (97.7 and 97.9%). To be evicted first it costs 3 to 5%; hints on the stores gain nothing.
 _PER_WARP = 1024
 # Rows up to this wide are taken whole.
 _WHOLE = 8192
@@ -294,10 +297,7 @@ _WHOLE_16384 = Schedule(1, 16384, 0, 16)
 # on the limit is that of reading twice, 66%, which 2**20 columns have. A block that is asked for ahead takes registers
 # too: it gains where it costs no program, or where it is all that is under way.
 #
-# Tried and not taken: the row split over programs that stay and exchange their maxima and sums through memory, so that
-# it is read once. At 128256 columns forward 93% (32 programs of 4096 elements), backward 96% (16 of 8192); at 2**20
-# 76% and 67% (128 of 8192); at 50257 94% and 89%, at 32000 85% and 93%, less than the loop. It hangs where its
-# programs do not all run at once.
+# Where programs share rows (below) the entries of the widest are for other devices.
 _FORWARD_2_BYTES = (
     # 16384 x 12000: 98.4 and 98.0% (nothing ahead 96.5 and 97.6%).
     (12288, Schedule(1, 4096, 4096, 8, 2)),
@@ -363,15 +363,17 @@ _LOOPS = {
 }
 
 
-# Rows that programs share, where that is faster, as in ``schedules``; whole calls on an H200, in brackets the loop.
+# Rows that programs share, as in ``schedules``. In brackets the loop.
 _FORWARD_PARTS: dict[int, PartsTable] = {
-    # 8192 x 32000: 98.5% (95.3). 8192 x 50257: 92.5% (83.5). 4096 x 128256: 95.4% (90.9), log-softmax 97.3% (94.6).
+    # 8192 x 32000: 98.5 and 99.9% (95.3 and 98.4%). 8192 x 50257: 92.5 and 100.3% (83.5 and 96.4%). 4096 x 128256: 95.4
+    # and 101.0% (90.9 and 95.9%), log-softmax 97.3 and 101.0% (94.6 and 96.0%).
     2: ((28672, None), (32768, Parts(128, 8, 64)), (57344, Parts(64, 12, 96)), (None, Parts(128, 12, 96))),
     4: ((32768, None), (None, Parts(128, 12, 96))),
 }
-# 8192 x 32000: 101.3% (99.6). 8192 x 50257: 98.2% (94.8). 4096 x 128256: 97.5% (80.5).
+# 8192 x 32000: 101.3 and 101.9% (99.6 and 97.8%). 8192 x 50257: 98.2 and 102.6% (94.8 and 98.3%). 4096 x 128256: 97.5
+# and 103.0% (80.5 and 79.1%).
 _BACKWARD_PARTS: PartsTable = ((28672, None), (None, Parts(128, 8)))
-# 8192 x 50257: 101.2% (98.4). 4096 x 128256: 103.9% (98.3).
+# 8192 x 50257: 101.2 and 101.8% (98.4 and 97.6%). 4096 x 128256: 103.9 and 102.5% (98.3 and 98.2%).
 _LOG_BACKWARD_PARTS: PartsTable = ((32768, None), (None, Parts(128, 8, 96)))
 _PARTS = {
     ("forward", False, 2): _FORWARD_PARTS[2],
@@ -390,7 +392,6 @@ def _schedule(direction: str, classes: int, log: bool, size: int) -> Schedule:
     """The schedule of rows of `classes` elements of `size` bytes."""
     if classes <= _WHOLE:
         block = triton.next_power_of_2(classes)
-        # 2048 columns have 90% with 1 or 4 warps; the latter gain more from the hints' absence (H200).
         return Schedule(max(1, _PER_WARP // block), block, 0, 4 if block == 2048 else max(1, block // _PER_WARP))
     table = _LOOPS[direction, log, size]
     return next(schedule for widest, schedule in table if widest is None or classes <= widest)
