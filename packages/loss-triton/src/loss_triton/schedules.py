@@ -118,8 +118,8 @@ PartsTable = tuple[tuple[int | None, Parts | None], ...]
 
 GRADIENT_PARTS: dict[int, PartsTable] = {
     # Whole calls, forward and backward, on an H200 and an H100, in brackets one program a row: 8192 x 50257 87.4 and
-    # 98.5% (82.6 and 90.1%); 4096 x 65536 91.1 and 97.4% (81.9 and 91.5%); 4096 x 128256 89.8 and 99.8% (84.3 and 96.1%),
-    # 8192 x 151936 90.9 and 101.1% (86.3 and 91.6%). 8192 x 32000 90.3% in 64 lanes, 16 chunks (93.2%).
+    # 98.5% (82.6 and 90.1%); 4096 x 65536 91.1 and 97.4% (81.9 and 91.5%); 4096 x 128256 89.8 and 99.8% (84.3 and
+    # 96.1%), 8192 x 151936 90.9 and 101.1% (86.3 and 91.6%). 8192 x 32000 90.3% in 64 lanes, 16 chunks (93.2%).
     2: ((32768, None), (57344, Parts(64, 12, 96)), (98304, Parts(128, 16, 128)), (None, Parts(128, 12, 96))),
     # 2048 x 128256 94.1 and 99.8% (79.6 and 79.7%).
     4: ((32768, None), (None, Parts(128, 16, 128))),

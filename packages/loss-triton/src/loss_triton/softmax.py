@@ -280,9 +280,9 @@ class Schedule(NamedTuple):
 # bfloat16 where no dtype is named.
 #
 # A warp holds up to 1024 elements, 32 per thread, and no program of several rows has more than one warp: two rows in
-# two warps cost a sixth at 1000 columns. What is read is to be evicted last: forward 4096 x 8192 87.9 and 91.2% (without
-# the hint 83.8 and 89.7%), 32768 x 4096 99.2% (94.8%), backward 4096 x 8192 94.3 and 94.9% (89.5 and 93.4%), 32768 x
-# 2048 99.8 and 99.1% (97.7 and 97.9%). To be evicted first it costs 3 to 5%; hints on the stores gain nothing.
+# two warps cost a sixth at 1000 columns. What is read is to be evicted last: forward 4096 x 8192 87.9 and 91.2%
+# (without the hint 83.8 and 89.7%), 32768 x 4096 99.2% (94.8%), backward 4096 x 8192 94.3 and 94.9% (89.5 and 93.4%),
+# 32768 x 2048 99.8 and 99.1% (97.7 and 97.9%). To be evicted first costs 3 to 5%; hints on the stores gain nothing.
 _PER_WARP = 1024
 # Rows up to this wide are taken whole.
 _WHOLE = 8192
