@@ -32,7 +32,6 @@ float32 = np.float32
 NAN = float32(np.nan)
 SHARED_BEGIN = 1024
 FAR = 1 << 32
-EVICT_FIRST = "evict first"
 
 
 def lowest(kernel):
@@ -226,7 +225,7 @@ class Launch:
         self.memory, self.grid, self.neighbours_write = memory, grid, neighbours_write
         self.schedule, self.size, self.width = kernel.schedule, kernel.element_bytes, kernel.width
         self.part = self.width // 4
-        self.policy = EVICT_FIRST if getattr(kernel, "evicts_first", False) else None
+        self.eviction = kernel.eviction
         self.words_end, self.shared_end = SHARED_BEGIN + word_bytes, SHARED_BEGIN + shared_bytes
         self.in_cluster = self.schedule.threads * self.schedule.cluster
         count = grid * self.schedule.threads
@@ -426,8 +425,8 @@ class Launch:
 
     # Copies that a thread waits for. They may land at any time until then: whatever touches the place meanwhile fails.
 
-    def copy_async(self, address, g_address, wanted, policy=None):
-        assert policy == self.policy
+    def copy_async(self, address, g_address, wanted, policy):
+        assert policy == self.eviction, "copied by another policy than the kernel's"
         if wanted:
             key = self.key(address, "vector", 4)
             assert key not in self.on_the_way, "two copies to one place"
@@ -535,8 +534,8 @@ class Launch:
         self.turns.events.append(land)
         self.turns.pause()
 
-    def evict_first(self):
-        return EVICT_FIRST
+    def l2_policy(self, eviction):
+        return eviction
 
     # Registers: a vector is four words, a word one element or two
 

@@ -144,7 +144,7 @@ def test_key_changes_with_the_libraries_and_the_processor(monkeypatch):
     """Code of a newer CUDA is found out at the launch, too late to compile anew; homes are shared between machines."""
     from loss_cutedsl import _compile, _environment
 
-    def digest(processor="x86_64", **versions):
+    def digest(machine="x86_64", **versions):
         installed = {_environment.DSL: "4.8.1", _environment.CALL_INTERFACE: "0.1.15", **versions}
 
         def version(name):
@@ -153,18 +153,71 @@ def test_key_changes_with_the_libraries_and_the_processor(monkeypatch):
             return installed[name]
 
         monkeypatch.setattr(_compile.metadata, "version", version)
-        monkeypatch.setattr(_compile.platform, "machine", lambda: processor)
+        monkeypatch.setattr(_compile.platform, "machine", lambda: machine)
         return _compile._sources.__wrapped__()
 
     digests = [
         digest(),
-        digest(processor="aarch64"),
+        digest(machine="aarch64"),
         digest(**{_environment.DSL: "4.9.0"}),
         digest(**{_environment.CALL_INTERFACE: "0.2.0"}),
         *(digest(**{part: "4.8.1"}) for part in _environment.PARTS),
     ]
     assert len(set(digests)) == len(digests)
     assert digest() == digests[0]
+
+
+V2 = "cx16 lahf_lm pni popcnt sse4_1 sse4_2 ssse3"
+V3 = "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave " + V2
+V4 = "avx512bw avx512cd avx512dq avx512f avx512vl " + V3
+
+
+@pytest.mark.parametrize(
+    ("machine", "cpuinfo", "wanted"),
+    [
+        ("x86_64", "flags\t\t: fpu sse2", "x86_64"),
+        ("x86_64", f"model name\t: a: b\nflags\t\t: fpu {V2} tsc", f"x86_64 {V2}"),
+        # Of many processors the first.
+        ("x86_64", f"flags\t\t: {V2}\n\nflags\t\t: {V4}", f"x86_64 {V2}"),
+        ("aarch64", "Features\t: sve fp asimd", "aarch64 asimd fp sve"),
+        ("aarch64", "processor\t: 0", "aarch64 unknown"),
+        ("x86_64", None, "x86_64 unknown"),
+    ],
+)
+def test_what_a_processor_executes(monkeypatch, tmp_path, machine, cpuinfo, wanted):
+    from loss_cutedsl import _compile
+
+    told = tmp_path / "cpuinfo"
+    if cpuinfo is not None:
+        told.write_text(cpuinfo)
+    monkeypatch.setattr(_compile, "CPUINFO", told)
+    monkeypatch.setattr(_compile.platform, "machine", lambda: machine)
+    monkeypatch.setattr(_compile.platform, "processor", lambda: "unknown")
+    assert _compile._processor() == wanted
+
+
+def test_processors_of_one_level_share_files(monkeypatch, tmp_path):
+    """Code for another level would die of an illegal instruction, with a message that names nothing."""
+    from loss_cutedsl import _compile
+
+    monkeypatch.setenv("LOSS_CUTEDSL_CACHE", str(tmp_path))
+    monkeypatch.setattr(_compile.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(_compile, "_sources", _compile._sources.__wrapped__)
+
+    def files(flags):
+        monkeypatch.setattr(_compile, "_cpuinfo", lambda: {"flags": flags})
+        assert plan_with_a_kernel_that_is_a_word(monkeypatch) == "compiled"
+        return {file.name for file in tmp_path.iterdir()}
+
+    newer = files(V4)
+    assert len(newer) == 1
+    assert files(V4 + " gfni vaes") == newer
+    assert len(files(V3)) == 2
+    assert len(files(V2)) == 3
+    assert len(files("fpu sse2")) == 4
+    # Between two levels.
+    assert len(files(V2 + " avx")) == 5
+    assert len(files(V4)) == 5
 
 
 def test_key_changes_with_what_changes_the_kernel(monkeypatch, tmp_path):

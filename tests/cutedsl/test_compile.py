@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("tvm_ffi", reason="cutedsl: apache-tvm-ffi is not installed")
 pytest.importorskip("cutlass.cute", reason="cutedsl: nvidia-cutlass-dsl is not installed")
 
+from cutlass import BFloat16
 from loss_core.backend import CrossEntropyOptions
 from loss_cutedsl import _schedule, cross_entropy, softmax
 
@@ -121,22 +122,23 @@ def test_forward_without_gradient(machine, variant):
 @pytest.mark.parametrize(
     ("cols", "gradient", "reduction", "l2_bytes", "wanted"),
     [
-        (32768, False, "mean", H200_L2, True),
-        (32776, False, "mean", H200_L2, False),
-        (16384, False, "mean", H100_L2, True),
-        (16392, False, "mean", H100_L2, False),
+        (32768, False, "mean", H200_L2, "evict_first"),
+        (32776, False, "mean", H200_L2, None),
+        (16384, False, "mean", H100_L2, "evict_first"),
+        (16392, False, "mean", H100_L2, None),
         # These stream.
-        (4096, False, "mean", H200_L2, False),
-        (16384, True, "mean", H200_L2, False),
+        (4096, False, "mean", H200_L2, None),
+        (16384, True, "mean", H200_L2, "evict_last"),
+        (16384, True, "none", H100_L2, "evict_last"),
         # A backward may read the logits again.
-        (16384, False, "none", H200_L2, False),
+        (16384, False, "none", H200_L2, None),
     ],
 )
-def test_what_nobody_reads_again_is_evicted_first(monkeypatch, cols, gradient, reduction, l2_bytes, wanted):
+def test_what_is_evicted_first_and_last_in_the_plain_case(monkeypatch, cols, gradient, reduction, l2_bytes, wanted):
     kernels, compiled = [], cross_entropy.compiled
 
     def seen(kernel_class, facts, make, *rest):
-        kernels.append((facts, make().evicts_first))
+        kernels.append((facts, make().eviction))
         return compiled(kernel_class, facts, make, *rest)
 
     monkeypatch.setattr(cross_entropy, "compiled", seen)
@@ -144,10 +146,22 @@ def test_what_nobody_reads_again_is_evicted_first(monkeypatch, cols, gradient, r
     form = _schedule.plain(machine, cols // 8, False, gradient)
     of = CrossEntropyOptions(reduction=reduction)
     cross_entropy.make_plain_plan(machine, BF16, cols, form, False, torch.int64, gradient, None, of)
-    ((facts, hinted),) = kernels
-    assert hinted == wanted
+    ((facts, eviction),) = kernels
+    assert eviction == wanted
     # What the cache knows the binary by.
-    assert ("evicts_first", wanted) in facts
+    assert ("eviction", wanted) in facts
+
+
+def test_what_is_evicted_last_elsewhere():
+    """Where a result as large is written, and nothing else is copied: rows that stream through registers are not."""
+    of = {"target_bits": 64, "scalar": True, "weighted": False, "smoothing": True, "stats": False, "shard": False}
+    schedule = _schedule.Schedule(64, 64, 1, 1, 1, 1)
+    for gradient, wanted in ((True, "evict_last"), (False, None)):
+        kernel = cross_entropy.CrossEntropyForward(BFloat16, schedule, False, gradient=gradient, logits="linear", **of)
+        assert kernel.eviction == wanted
+    for kernel_class in (softmax.SoftmaxForward, softmax.SoftmaxBackward):
+        for held, wanted in ((True, "evict_last"), (False, None)):
+            assert kernel_class(BFloat16, schedule, False, log=False, held=held).eviction == wanted
 
 
 @on_every_architecture(

@@ -111,7 +111,7 @@ def launch(monkeypatch, case, seed, resident, workspace, kernel_class=Kernel):
         )
     kernel = in_python(kernel_class)(
         case.dtype, schedule, ragged, target_bits=case.target_bits, gradient=case.gradient, scalar=scalar,
-        held=case.held, evicts_first=case.held and not case.gradient and scalar,
+        held=case.held, eviction=("evict_last" if case.gradient else "evict_first") if case.held else None,
     )  # fmt: skip
     Launch(
         kernel, memory, (case.rows + case.parts * scalar) * schedule.cluster, seed, resident,
@@ -284,7 +284,7 @@ def test_sums_that_are_added_before_they_have_come_are_found_out(monkeypatch):
 def run_alone(monkeypatch, memory, rows, function, **given):
     """Run a function of the kernel's by one block."""
     kernel = in_python(Kernel)(
-        Float32, ONE, False, target_bits=64, gradient=False, scalar=True, held=True, evicts_first=False
+        Float32, ONE, False, target_bits=64, gradient=False, scalar=True, held=True, eviction=None
     )
     launched = Launch(kernel, memory, 1, 0, 1, shared_bytes=kernel.scratch_bytes, word_bytes=kernel.scratch_bytes)
     it = SimpleNamespace(rows=rows, ignore_index=IGNORED, **given)

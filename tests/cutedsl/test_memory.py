@@ -82,7 +82,7 @@ class Memory:
 
     # Shared memory
 
-    def copy_async(self, s_address, g_address, wanted=True, policy=None):
+    def copy_async(self, s_address, g_address, wanted, policy):
         if wanted:
             self.group.append((s_address, self.read_vector(g_address)))
             # May be there from now on or not.
@@ -114,6 +114,7 @@ class Memory:
         return {
             "Int32": int, "Int64": int, "Uint32": float, "Boolean": bool,
             "copy_async": self.copy_async,
+            "l2_policy": lambda eviction: eviction,
             "commit": self.commit,
             "wait": self.wait,
             "store_shared": self.store_shared,

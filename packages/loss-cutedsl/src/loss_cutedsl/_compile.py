@@ -2,7 +2,8 @@
 
 A compiled kernel is looked for in this process, then in the cache folder, and compiled only if neither has it. The
 key holds everything that changes machine code: the class and its compile-time facts, the architecture, the versions
-of the DSL, of its libraries and of its call interface, the host's processor, and a digest of this package's sources.
+of the DSL, of its libraries and of its call interface, what the host's processor executes, and a digest of this
+package's sources. The host's part of a kernel is machine code too, which the DSL writes for the processor it runs on.
 Files appear by an atomic rename and are only ever replaced, so processes may race for one: each then has a whole file,
 and the last one stays.
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import platform
 import tempfile
@@ -31,14 +33,52 @@ compilations = 0
 """How many kernels this process has compiled, cached ones not counted."""
 
 
+CPUINFO = Path("/proc/cpuinfo")
+
+# What the levels x86-64-v2, v3 and v4 consist of, as Linux names it: System V ABI, AMD64 supplement, table
+# "Micro-Architecture Levels".
+LEVELS = frozenset(
+    "cx16 lahf_lm pni popcnt sse4_1 sse4_2 ssse3"
+    " abm avx avx2 bmi1 bmi2 f16c fma movbe xsave"
+    " avx512bw avx512cd avx512dq avx512f avx512vl".split()
+)
+
+
+def _processor() -> str:
+    """What the host's processor executes: on x86-64 what levels consist of, elsewhere all features.
+
+    Code made where there is more dies of an illegal instruction where there is less. What is in no level is left out,
+    or hardly two kinds would share a file: the code moves words and converts numbers. A level alone would not do:
+    processors with AVX, but without AVX2, are of the level of those that have neither.
+    """
+    machine = platform.machine()
+    told = _cpuinfo()
+    if machine == "x86_64" and "flags" in told:
+        features = LEVELS.intersection(told["flags"].split())
+    else:
+        features = frozenset((told.get("Features") or platform.processor()).split())
+    return " ".join([machine, *sorted(features)])
+
+
+def _cpuinfo() -> dict[str, str]:
+    """What Linux tells of the first processor; nothing where there is no Linux."""
+    try:
+        with CPUINFO.open(errors="replace") as lines:
+            # To read on takes long where there are many.
+            pairs = [line.partition(":") for line in itertools.takewhile(str.strip, lines)]
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
 @functools.cache
 def _sources() -> str:
-    """Digest of the sources that kernels are made of, and of the versions of what compiles them.
+    """Digest of the sources that kernels are made of, of the versions of what compiles them, and of the processor.
 
     Which libraries there are counts: those of a newer CUDA make code that an older driver does not load, and finds out
     at the launch. Machines of several kinds may share a home.
     """
-    digest = hashlib.sha256(platform.machine().encode())
+    digest = hashlib.sha256(_processor().encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     for distribution in (DSL, CALL_INTERFACE, *PARTS):

@@ -50,7 +50,7 @@ from ._device import (
     warp_barrier,
     warp_reduce,
 )
-from ._schedule import VECTOR_BYTES, Schedule
+from ._schedule import BESIDE_A_RESULT, VECTOR_BYTES, Schedule
 from ._workspace import (
     MOST_SLICES,
     SUMS_WORDS,
@@ -131,6 +131,7 @@ class CrossEntropyForward(CrossEntropyTotal):
         super().__init__(dtype, schedule, ragged, ENTRY_WORDS)
         self.target_bits = target_bits
         self.gradient = gradient
+        self.eviction = BESIDE_A_RESULT if gradient else None
         self.scalar = scalar
         self.weighted = weighted
         self.smoothing = smoothing
@@ -749,6 +750,7 @@ class CrossEntropyForward(CrossEntropyTotal):
                 if self.owns(facts.first, vectors - 1):
                     s_last = self.slot(s_row, (vectors - 1 - facts.first) // self.step)
                     self.edge_gradient(facts, s_last, vectors - 1, phase, g_out, highest, pull, scale)
+            policy = self.policy()
             for chunk in cutlass.range(facts.chunks, unroll=1):
                 # All loads of the chunk come before its first copy: the compiler may not move them across one.
                 words = [load_shared(self.slot(s_row, chunk * self.unroll + u)) for u in range(self.unroll)]
@@ -763,7 +765,7 @@ class CrossEntropyForward(CrossEntropyTotal):
                         pack(self.dtype, values),
                         self.whole(vector, phase, vectors, facts.cols),
                     )
-                    self.start(s_row, g_next, facts.first, index, next_low, next_high)
+                    self.start(s_row, g_next, facts.first, index, next_low, next_high, policy)
             # The thread that stored the target's vector stores the target once more: its two stores keep their order.
             if (y < facts.cols) & self.owns(facts.first, (phase + y) // self.width):
                 self.target_gradient(facts, y, x_y, w_y, g_out, phase, highest, pull, scale)

@@ -28,7 +28,6 @@ from ._device import (
     cluster_wait,
     commit,
     divide,
-    evict_first,
     float_of,
     larger,
     load_element,
@@ -55,7 +54,7 @@ from ._device import (
     warp_reduce,
 )
 from ._meeting_rows import MeetingRows
-from ._schedule import PLAIN_ENTRY_WORDS, VECTOR_BYTES, Schedule
+from ._schedule import PLAIN_ENTRY_WORDS, VECTOR_BYTES, Eviction, Schedule
 from ._workspace import (
     MOST_PARTS,
     WORKSPACE_COUNT,
@@ -101,7 +100,7 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
 
     Compile-time facts as in ``CrossEntropyForward``, of which this is the case without weights, smoothing, softcap,
     statistics and shards; ``held``: whether rows are copied to shared memory, always so with ``gradient``;
-    ``evicts_first``: whether the L2 is then to give up what is copied before all else.
+    ``eviction``: the L2's policy for what is then copied.
     """
 
     smoothing = weighted = stats = shard = False
@@ -109,14 +108,14 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
 
     def __init__(
         self, dtype, schedule: Schedule, ragged: bool, *, target_bits: int, gradient: bool, scalar: bool,
-        held: bool, evicts_first: bool,
+        held: bool, eviction: Eviction | None,
     ):  # fmt: skip
         super().__init__(dtype, schedule, ragged, PLAIN_ENTRY_WORDS)
         self.held = held
         self.target_bits = target_bits
         self.gradient = gradient
         self.scalar = scalar
-        self.evicts_first = evicts_first
+        self.eviction = eviction
 
     @cute.jit
     def __call__(
@@ -278,7 +277,7 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
     def fetch_row(self, facts, it, s_row, g_vectors, phase, vectors, target):
         """Start the copies of a row; of one that is ignored those of the first chunks, of which nothing is used."""
         low, high = self.inside(g_vectors, vectors, it.g_logits, it.g_end)
-        policy = evict_first() if self.evicts_first else None
+        policy = self.policy()
         self.fill_tails(s_row, facts.chunks, facts.cols, facts.first, self.lowest())
         early = larger(facts.chunks // EARLY_CHUNKS, Int32(1))
         self.start_between(s_row, g_vectors, facts.first, Int32(0), early, low, high, policy)

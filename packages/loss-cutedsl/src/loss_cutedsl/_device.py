@@ -12,7 +12,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, cute
 
-from ._schedule import NOTE_BYTES, VECTOR_BYTES, Schedule, most_vectors
+from ._schedule import NOTE_BYTES, VECTOR_BYTES, Eviction, Schedule, most_vectors
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -188,9 +188,9 @@ def store_global(g_address, words, predicate=None):
     ptx("st.global.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };", None, [g_address, *words], predicate)
 
 
-def evict_first():
-    """A policy for copies: the L2 gives up their lines before others."""
-    return ptx("createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;", [Int64], [])
+def l2_policy(eviction: Eviction):
+    """For copies: when the L2 gives up their lines."""
+    return ptx(f"createpolicy.fractional.L2::{eviction}.b64 {{$w0}}, 1.0;", [Int64], [])
 
 
 def copy_async(s_address, g_address, predicate=None, policy=None):
@@ -534,8 +534,11 @@ class StagedRows:
     it, which then holds what an earlier row left. Softmax has forms of its own of the two, in which the lanes of a warp
     work on one another's slots.
 
-    Compile-time facts: ``dtype``, the schedule, and ``ragged``: whether rows may start or end inside a vector.
+    Compile-time facts: ``dtype``, the schedule, ``ragged``: whether rows may start or end inside a vector, and
+    ``eviction``: the L2's policy for what is copied.
     """
+
+    eviction: Eviction | None = None
 
     def __init__(self, dtype, schedule: Schedule, ragged: bool, entry_words: int = 4):
         self.dtype = dtype
@@ -599,6 +602,10 @@ class StagedRows:
 
     # Copies
 
+    def policy(self):
+        """Of what is copied. Made outside of loops: inside, each copy would move it to where its instruction has it."""
+        return None if self.eviction is None else l2_policy(self.eviction)
+
     @cute.jit
     def fill_tails(self, s_slots, chunks, cols, first, word: Uint32, parts: cutlass.Constexpr = 1):
         """Write ``word`` all over those slots of every stage that no copy ever reaches, so that they are neutral."""
@@ -622,8 +629,8 @@ class StagedRows:
                 high = vectors - 1
         return low, high
 
-    def start(self, s_slots, g_vectors, first, index, low, high, policy=None):
-        """Start the copy of one vector, if it is one of [low, high)."""
+    def start(self, s_slots, g_vectors, first, index, low, high, policy):
+        """Start the copy of one vector, if it is one of [low, high); ``policy``: what ``policy`` makes."""
         vector = self.vector(first, index)
         wanted = vector < high
         if self.ragged:
@@ -631,10 +638,10 @@ class StagedRows:
         copy_async(self.slot(s_slots, index), g_vectors + Int64(vector) * VECTOR_BYTES, wanted, policy)
 
     def start_row(self, s_slots, g_vectors, first, chunks, low, high):
-        self.start_between(s_slots, g_vectors, first, Int32(0), chunks, low, high)
+        self.start_between(s_slots, g_vectors, first, Int32(0), chunks, low, high, self.policy())
 
     @cute.jit
-    def start_between(self, s_slots, g_vectors, first, begin, end, low, high, policy=None):
+    def start_between(self, s_slots, g_vectors, first, begin, end, low, high, policy):
         """Start the copies of the chunks [begin, end) of a row."""
         for chunk in cutlass.range(begin, end, unroll=1):
             for u in cutlass.range_constexpr(self.unroll):
@@ -643,6 +650,7 @@ class StagedRows:
     @cute.jit
     def start_part(self, s_chunk, g_vectors, first, chunk, phase, vectors, low, high, cols):
         """Start the copies of one chunk of a row into slots that hold just a chunk."""
+        policy = self.policy()
         # One address, and what is added to it known to the compiler.
         g_chunk = g_vectors + Int64(self.vector(first, chunk * self.unroll)) * VECTOR_BYTES
         for u in cutlass.range_constexpr(self.unroll):
@@ -650,7 +658,7 @@ class StagedRows:
             wanted = vector < high
             if cutlass.const_expr(self.ragged):
                 wanted = wanted & (vector >= low)
-            copy_async(self.slot(s_chunk, u), g_chunk + u * self.step * VECTOR_BYTES, wanted)
+            copy_async(self.slot(s_chunk, u), g_chunk + u * self.step * VECTOR_BYTES, wanted, policy)
         if cutlass.const_expr(self.ragged):
             # Only the tensor's first and last rows have vectors that reach beyond its memory.
             if (low > 0) | (high < vectors):

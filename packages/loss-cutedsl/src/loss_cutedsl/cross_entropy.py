@@ -304,8 +304,7 @@ def make_plain_plan(machine, dtype, cols, form, ragged, target_dtype, gradient, 
         "gradient": gradient,
         "scalar": scalar,
         "held": held,
-        # A backward may read the logits once more.
-        "evicts_first": held and scalar and not gradient and _schedule.evicts_first(machine, cols * dtype.itemsize),
+        "eviction": _schedule.eviction(machine, cols * dtype.itemsize, form, gradient=gradient, scalar=scalar),
     }
     launch = compiled(
         CrossEntropyPlain,

@@ -48,7 +48,7 @@ from ._device import (
 )
 from ._launch import DTYPES, is_ragged, machine_of, require, stream_of
 from ._meeting_rows import MeetingRows
-from ._schedule import VECTOR_BYTES, Schedule, most_vectors
+from ._schedule import BESIDE_A_RESULT, VECTOR_BYTES, Schedule, most_vectors
 
 ENTRY_WORDS = 2
 
@@ -60,6 +60,7 @@ class SoftmaxRows(MeetingRows):
         super().__init__(dtype, schedule, ragged, ENTRY_WORDS)
         self.log = log
         self.held = held
+        self.eviction = BESIDE_A_RESULT if held else None
 
     @cute.jit
     def coming(self, g_tensor, stride, row, rows, cols, g_end):
@@ -144,6 +145,7 @@ class SoftmaxForward(SoftmaxRows):
         if cutlass.const_expr(self.cluster > 1):
             # A block must not send to one that has not started.
             cluster_wait()
+        policy = self.policy()
         stage = Int32(0)
         turn = Int32(0)
         for row in cutlass.range(first_row, rows, row_step, unroll=1):
@@ -187,7 +189,7 @@ class SoftmaxForward(SoftmaxRows):
                         whole = self.whole(vector, phase, vectors, cols)
                         store_global(g_out + Int64(vector) * VECTOR_BYTES, pack(self.dtype, values), whole)
                         if cutlass.const_expr(self.held):
-                            self.start(s_row, g_next, first, index, next_low, next_high)
+                            self.start(s_row, g_next, first, index, next_low, next_high, policy)
             else:
                 # Vectors of input and output do not coincide: element by element, the input once more from the cache.
                 if cutlass.const_expr(self.held):
@@ -315,6 +317,7 @@ class SoftmaxBackward(SoftmaxRows):
         if cutlass.const_expr(self.cluster > 1):
             # A block must not send to one that has not started.
             cluster_wait()
+        policy = self.policy()
         stage = Int32(0)
         turn = Int32(0)
         for row in cutlass.range(first_row, rows, row_step, unroll=1):
@@ -374,8 +377,8 @@ class SoftmaxBackward(SoftmaxRows):
                         whole = self.whole(vector, phase, vectors, cols)
                         store_global(g_out + Int64(vector) * VECTOR_BYTES, pack(self.dtype, values), whole)
                         if cutlass.const_expr(self.held):
-                            self.start(s_y, g_next_y, first, index, next_low, next_high)
-                            self.start(s_dy, g_next_dy, first, index, next_dy_low, next_dy_high)
+                            self.start(s_y, g_next_y, first, index, next_low, next_high, policy)
+                            self.start(s_dy, g_next_dy, first, index, next_dy_low, next_dy_high, policy)
             else:
                 if cutlass.const_expr(self.held):
                     self.start_row(s_y, g_next_y, first, chunks, next_low, next_high)
