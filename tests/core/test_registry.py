@@ -11,7 +11,6 @@ import loss_core
 import pytest
 import torch
 from loss_core import BackendUnavailable, UnsupportedInput, registry
-from support.devices import HAS_GPU
 from support.plugins import GOOD, add_distribution, run_python
 
 CHOOSES = "import torch, loss_core\ndef chosen(**k): return round(loss_core.softmax(torch.zeros(1), **k).item())\n"
@@ -405,15 +404,15 @@ def test_the_reference_works_where_kernels_cannot_be_imported(blocked):
         "loss = loss_core.cross_entropy(x, torch.tensor([0, 1])); loss.backward()\n"
         "report([round(loss.item(), 4), x.grad[0].tolist(), {b.name: b.reason for b in loss_core.list_backends()}])\n"
     )
-    loss, grad, reasons = run_python(program)
+    # torch itself looks for triton when it starts to use a GPU, and would not survive the answer.
+    loss, grad, reasons = run_python(program, CUDA_VISIBLE_DEVICES="")
     assert loss == 0.3709
     assert grad == [-0.25, 0.25]
     assert reasons["torch"] == ""
     for package, name in (("triton", "triton"), ("cutlass", "cutedsl")):
         if package in blocked and name in reasons:
-            assert reasons[name]
             # Without a GPU the device may be the first thing that is missing.
-            assert package in reasons[name] or not HAS_GPU, reasons
+            assert reasons[name]
 
 
 def test_the_command_line_prints_the_table(tmp_path):

@@ -71,7 +71,8 @@ def causal_lm_loss(
         >>> loss_core.causal_lm_loss(logits, labels).item()
         0.0
     """
-    unknown = for_the_model.keys() - _FOR_THE_MODEL
+    # Not a difference of sets: torch.compile of torch 2.11 has none of a dict's keys.
+    unknown = [name for name in for_the_model if name not in _FOR_THE_MODEL]
     if unknown:
         raise TypeError(f"causal_lm_loss got an unexpected keyword argument {min(unknown)!r}")
     if num_items_in_batch is not None:

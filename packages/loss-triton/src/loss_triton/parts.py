@@ -94,17 +94,14 @@ def with_word(words, words_ptr, part, message, LANES: tl.constexpr):
 
 
 @triton.jit
-def leave(words_ptr, parts, complete, LANES: tl.constexpr):
-    """For a program that has looked for the last time: how many of the row's have before, in the first lane."""
+def leave(words_ptr, parts, SEM: tl.constexpr, LANES: tl.constexpr):
+    """For a program that will look at no word any more: how many of the row's have left before, in the first lane.
+
+    SEM: "relaxed" for one that has seen all words, its own among them; "acq_rel" for one that must not count as gone
+    before what it published can be seen.
+    """
     lane = tl.arange(0, LANES)
-    left_ptr = words_ptr + parts + tl.zeros((LANES,), tl.int32)
-    # Who has seen all words has seen its own; else it must not count as gone before what it published is there.
-    if complete:
-        left = tl.atomic_add(left_ptr, 1, mask=lane == 0, sem="relaxed")
-    else:
-        tl.debug_barrier()
-        left = tl.atomic_add(left_ptr, 1, mask=lane == 0, sem="acq_rel")
-    return left
+    return tl.atomic_add(words_ptr + parts + tl.zeros((LANES,), tl.int32), 1, mask=lane == 0, sem=SEM)
 
 
 @triton.jit
@@ -255,14 +252,16 @@ def peak_and_total(
     And what ``clear`` needs.
     """
     words, complete = told(words_ptr, parts, PATIENCE, LANES)
-    left = leave(words_ptr, parts, complete, LANES)
-    if not complete:
+    if complete:
+        left = leave(words_ptr, parts, "relaxed", LANES)
+    else:
         for part in range(parts):
             if word_in(words, part, LANES) == 0:
                 message = _message_of_other(
                     row_ptr, head, body, classes, part, log2_scale, VECTOR, EDGES, LANES, CHUNKS
                 )  # fmt: skip
                 words = with_word(words, words_ptr, part, message, LANES)
+        left = leave(words_ptr, parts, "acq_rel", LANES)
     there = tl.arange(0, LANES) < parts
     peaks, totals = numbers_of(words)
     peaks = tl.where(there, peaks, float("-inf"))

@@ -140,14 +140,16 @@ def softmax_bwd_parts_kernel(
         totals += _sums_of_chunk(g[chunk], y[chunk], LOG, LANES)
     tell(words_ptr, part, _message_of(totals, g_edge, y_edge, LOG, EDGES))
     words, complete = told(words_ptr, parts, PATIENCE, LANES)
-    left = leave(words_ptr, parts, complete, LANES)
-    if not complete:
+    if complete:
+        left = leave(words_ptr, parts, "relaxed", LANES)
+    else:
         for other in range(parts):
             if word_in(words, other, LANES) == 0:
                 message = _message_of_other(
                     g_row, y_row, head, body, classes, other, LOG, VECTOR, EDGES, LANES, CHUNKS
                 )  # fmt: skip
                 words = with_word(words, words_ptr, other, message, LANES)
+        left = leave(words_ptr, parts, "acq_rel", LANES)
     _, totals = numbers_of(words)
     total = tl.sum(totals, 0)
 
