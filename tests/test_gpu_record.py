@@ -49,6 +49,20 @@ def test_the_record_counts_each_outcome_once():
     }
 
 
+def test_the_record_is_written_before_the_workers_are_ended():
+    """What ends them, of pytest-xdist, may wait for one until the session itself is ended."""
+
+    class Workers:
+        def pytest_sessionfinish(self):
+            """In their place; registered last, it would be called first."""
+
+    manager, record = pytest.PytestPluginManager(), GpuRecord()
+    manager.register(record)
+    manager.register(Workers())
+    # They are called from the last to the first.
+    assert manager.hook.pytest_sessionfinish.get_hookimpls()[-1].plugin is record
+
+
 def test_the_digest_changes_with_a_kernel(tmp_path, monkeypatch):
     package = tmp_path / "loss_triton"
     package.mkdir()

@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 PATH = Path(os.environ.get("LOSS_GPU_RECORD") or Path(__file__).parent.parent / "gpu-record.json")
 KERNEL_PACKAGES = ("loss_triton", "loss_cutedsl")
 _DISTRIBUTIONS = (
@@ -45,8 +47,12 @@ class GpuRecord:
         backend = dict(report.user_properties).get("backend", "-")
         self._counts[report.nodeid.partition("::")[0]][backend][report.outcome] += 1
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: Any) -> None:
-        """Write the record, unless it was a session about something else."""
+        """Write the record, unless it was a session about something else.
+
+        First of all: what ends the workers of pytest-xdist may wait for one for as long as there is time.
+        """
         if "tests/test_cross_entropy.py" in self._counts:
             PATH.write_text(json.dumps(self._record(), indent=2) + "\n")
 
