@@ -1,7 +1,5 @@
 """A program whose patience ends before all targets are counted counts them itself, to the same bits."""
 
-import sys
-
 import pytest
 import torch
 
@@ -10,6 +8,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import loss_core
 from loss_triton import cross_entropy, denominator
 from support import devices
+from support.plans import forget
 
 pytestmark = pytest.mark.skipif(
     bool(devices.unavailable_reason("triton")), reason=f"triton: {devices.unavailable_reason('triton')}"
@@ -19,13 +18,6 @@ pytestmark = pytest.mark.skipif(
 def loss_and_gradient(logits, target, **options):
     loss = loss_core.cross_entropy(logits, target, backend="triton", **options)
     return loss.detach(), torch.autograd.grad(loss, logits)[0]
-
-
-def forget():
-    """Have the next call planned anew."""
-    cross_entropy._plan.cache_clear()
-    # The name in the package is the function's.
-    sys.modules["loss_core.cross_entropy"]._usual.cache_clear()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Rows that programs share: what each tells the others, and what one does that has waited in vain."""
 
 import math
-import sys
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from loss_core.backend import CrossEntropyOptions
 from loss_triton import cross_entropy, parts, schedules, softmax
 from loss_triton.launch import Launch
 from support import devices
+from support.plans import forget
 
 pytestmark = pytest.mark.skipif(
     bool(devices.unavailable_reason("triton")), reason=f"triton: {devices.unavailable_reason('triton')}"
@@ -31,13 +31,6 @@ CASES = (
     (torch.float32, 256, 0), (torch.float32, 1003, 3), (torch.float16, 513, 0), (torch.bfloat16, 1003, 3),
     (torch.bfloat16, 2056, 0), (torch.bfloat16, 2056, 5),
 )  # fmt: skip
-
-
-def forget():
-    """Have the next call planned anew."""
-    cross_entropy._plan.cache_clear()
-    # The name in the package is the function's.
-    sys.modules["loss_core.cross_entropy"]._usual.cache_clear()
 
 
 @pytest.fixture(params=PATIENCES)
