@@ -235,3 +235,36 @@ def test_parts_make_a_row(name):
             count = how.of_row(classes, vector)
             assert 1 < count < how.lanes <= 1024
             assert (count - 1) * how.lanes * how.chunks * vector < classes <= count * how.lanes * how.chunks * vector
+
+
+@pytest.mark.skipif(devices.HAS_GPU, reason="follows the interpreter")
+@pytest.mark.parametrize("op", ["cross_entropy", "softmax"])
+def test_who_reads_for_others_leaves_after_its_last_look(op, launched, monkeypatch, device):
+    """The last to leave takes the words back; without one, it would seem that a part has not been written over."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    touched, rmw = [], builder.create_atomic_rmw
+
+    def noting(operation, ptr, value, mask, *how):
+        addresses = ptr.data[mask.data].ravel().tolist()
+        touched.extend((builder.grid_idx[0], address // 8) for address in addresses)
+        return rmw(operation, ptr, value, mask, *how)
+
+    monkeypatch.setattr(builder, "create_atomic_rmw", noting)
+    x = torch.randn(1, 1003)
+    count = schedules.Parts(32, 2).of_row(1003, 4)
+    assert count == 4
+    if op == "cross_entropy":
+        forward(x, torch.tensor([5]), torch.empty_like(x), reduction="sum")
+    else:
+        loss_triton.softmax_backward(x, torch.randn(1, 1003).softmax(1), torch.empty_like(x))
+    # All others of the row's words lie in front of the count of those that have left.
+    words = {where for _, where in touched}
+    left = min(where for where in words if where + 1 not in words and where - count in words)
+    for program in range(count):
+        own = [where for by, where in touched if by == program and left - count <= where <= left]
+        looks = own[1:-1]
+        assert own[-1] == left
+        assert left not in looks
+        # Programs run one after the other: the first finds no word but its own, the last all of them.
+        assert len(looks) == count - 1 - program
