@@ -15,83 +15,50 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
-# Bytes of the limit over those of the input.
-MOVED = {"forward": 2, "backward": 3, "both": 2, "none": 1}
+if TYPE_CHECKING:
+    from loss_bench.cases import Case
+
+PASSES = {"forward": "forward", "backward": "backward", "both": "forward+backward", "none": "no-grad"}
 
 
-class Cell:
-    """A call, with two sets of inputs that take turns; see ``loss_bench.measure.Work``."""
+def parse(name: str) -> tuple[Case, str]:
+    """The case and the pass of a cell."""
+    from loss_bench.cases import Case, Options, parse_dtype, parse_shape
 
-    def __init__(self, name: str, backend: str, device: Any) -> None:
-        import torch
-
-        self.op, self.pass_, shape, dtype, *options = name.split(":")
-        self.backend = backend
-        self.is_loss = self.op == "cross_entropy"
-        pairs = (option.split("=") for text in options for option in text.split(","))
-        self.options = {option: float(value) for option, value in pairs}
-        rows, classes = map(int, shape.split("x"))
-        of_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-        self.bytes = rows * classes * of_dtype.itemsize * MOVED[self.pass_]
-        self.result: Any = None
-        self.inputs = []
-        for _ in range(2):
-            x = torch.randn(rows, classes, device=device, dtype=of_dtype).requires_grad_()
-            beside = torch.randint(classes, (rows,), device=device) if self.is_loss else torch.randn_like(x)
-            self.inputs.append((x, beside))
-
-    def _call(self, index: int) -> Any:
-        import loss_core
-
-        x, beside = self.inputs[index % 2]
-        beside = (beside,) if self.is_loss else (-1,)
-        return getattr(loss_core, self.op)(x, *beside, backend=self.backend, **self.options)
-
-    def prepare(self, index: int) -> None:
-        """What is not timed."""
-        self.inputs[index % 2][0].grad = None
-        if self.pass_ == "backward":
-            self.result = self._call(index)
-
-    def run(self, index: int) -> None:
-        """What is timed."""
-        import torch
-
-        upstream = None if self.is_loss else self.inputs[index % 2][1]
-        if self.pass_ == "none":
-            with torch.no_grad():
-                self.result = self._call(index)
-        elif self.pass_ == "backward":
-            self.result.backward(upstream)
-        else:
-            self.result = self._call(index)
-            if self.pass_ == "both":
-                self.result.backward(upstream)
-
-    def finish(self, index: int) -> None:
-        """Let go of what was made."""
-        self.result = self.inputs[index % 2][0].grad = None
+    op, pass_, shape, dtype, *options = name.split(":")
+    pairs = (option.split("=") for text in options for option in text.split(","))
+    rows, classes, hidden = parse_shape(shape, [op])
+    of_options = Options(**{option: float(value) for option, value in pairs})
+    return Case(op, rows, classes, parse_dtype(dtype), of_options, hidden), PASSES[pass_]
 
 
 def measure(backend: str, names: list[str], device: str) -> dict[str, float]:
     """Shares of the limit, in per cent."""
     import torch
-    from loss_bench.measure import copy_gb_s, make_timer, summarize
+    from loss_bench.calls import make_call
+    from loss_bench.cases import minimal_bytes
+    from loss_bench.inputs import random_inputs
+    from loss_bench.measure import PassWork, copy_gb_s, make_timer, summarize
 
     where = torch.device(device)
     timer = make_timer(where)
     copy = copy_gb_s(where, timer)
     shares = {}
     for name in names:
-        cell = Cell(name, backend, where)
-        milliseconds = summarize(timer.time(cell, 15, 2)).median
-        shares[name] = 100 * cell.bytes / milliseconds * 1e-6 / copy
+        case, pass_ = parse(name)
+        inputs = random_inputs(case, where, seed=0, sets=2)
+        work = PassWork(make_call(case, backend, inputs.weight), inputs, pass_)
+        milliseconds = summarize(timer.time(work, 15, 2)).median
+        # Of the half of a loss that is held to nothing there is no share.
+        moved = minimal_bytes(case, pass_) or math.nan
+        shares[name] = 100 * moved / milliseconds * 1e-6 / copy
     return shares
 
 
