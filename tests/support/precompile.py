@@ -16,9 +16,7 @@ and the driver are not in it, nor is it another for an installed wheel.
 
 from __future__ import annotations
 
-import functools
 import importlib
-import inspect
 import itertools
 import platform
 import sys
@@ -46,10 +44,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def machines() -> list[_schedule.Machine]:
     """The machines that kernels are made for, each once."""
-    make = functools.partial(_schedule.machine, CAPABILITY, PROCESSORS)
-    if "l2_bytes" not in inspect.signature(_schedule.machine).parameters:
-        return [make()]
-    return [make(l2_bytes=size) for size in L2_BYTES.values()]
+    return [_schedule.machine(CAPABILITY, PROCESSORS, size) for size in L2_BYTES.values()]
 
 
 def pretend() -> None:
