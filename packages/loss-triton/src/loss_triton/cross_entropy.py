@@ -44,7 +44,7 @@ from loss_triton.denominator import (
     supply,
 )
 from loss_triton.launch import Launch, can_depend, had_better_share, kernel, patience, prepared, refuse_float64
-from loss_triton.parts import parts_words
+from loss_triton.parts import SECTOR, parts_words
 from loss_triton.rows import (
     LOG2_E,
     argument_of,
@@ -59,7 +59,6 @@ from loss_triton.rows import (
 )
 from loss_triton.schedules import (
     GRADIENT_PARTS,
-    Parts,
     alignment,
     backward_schedule,
     evicts_first,
@@ -339,8 +338,7 @@ def _workspace(rows: int, values: int, parts: int) -> tuple[int, tuple[int, ...]
     words = workspace_words(rows, values)
     if not parts:
         return words, ()
-    # Where a sector begins.
-    parts_at = -(-words // 16) * 16
+    parts_at = -(-words // SECTOR.value) * SECTOR.value
     return parts_at + parts_words(rows, parts), (parts, parts_at)
 
 
@@ -376,6 +374,8 @@ def _plan(
     )
     key = index, dtype, target_dtype, of_row
     plain = not weighted and not stats and _is_plain(options)
+    shares = gradient and had_better_share(device)
+    how = parts_of(GRADIENT_PARTS[dtype.itemsize], classes, dtype.itemsize, vector) if shares else None
     parts = 0
     if not plain:
         lanes, block, hold, _ = options_schedule(classes, vector)
@@ -384,7 +384,7 @@ def _plan(
             options.total_classes is not None, stats, gradient, vector, edges, lanes, block, hold,
         )  # fmt: skip
         launch = prepared(cross_entropy_options_fwd_kernel, key, constants, lanes)
-    elif gradient and (how := gradient_parts(device, classes, dtype.itemsize, vector)):
+    elif how is not None:
         parts = how.of_row(classes, vector)
         constants = kind, patience(index), vector, edges, how.lanes, how.chunks
         launch = prepared(cross_entropy_fwd_grad_parts_kernel, key, constants, how.lanes, how.registers)
@@ -397,11 +397,6 @@ def _plan(
         constants = reduce, kind, evicts_first(classes, dtype.itemsize), vector, edges, lanes, block, hold
         launch = prepared(cross_entropy_fwd_kernel, key, constants, lanes)
     return _Plan(launch, plain, denominator, parts)
-
-
-def gradient_parts(device: torch.device, classes: int, size: int, vector: int) -> Parts | None:
-    """How programs share a row whose gradient is written, or None where one takes it alone."""
-    return parts_of(GRADIENT_PARTS[size], classes, size, vector) if had_better_share(device) else None
 
 
 def cross_entropy_prepare(

@@ -23,19 +23,19 @@ from loss_triton.rows import (
     vectors,
 )
 
-# Words of a row come in sectors of their own, of 128 bytes.
-_SECTOR = tl.constexpr(16)
+# Words of a row come in sectors of their own: of 128 bytes, so many words.
+SECTOR = tl.constexpr(16)
 
 
 def parts_words(rows: int, parts: int) -> int:
     """int64 words of a launch that divides rows so."""
-    return rows * (-(-(parts + 1) // _SECTOR.value) * _SECTOR.value)
+    return rows * (-(-(parts + 1) // SECTOR.value) * SECTOR.value)
 
 
 @triton.jit
 def words_of_row(workspace_ptr, row, parts):
     """Where the words of a row begin: one of each part, and a count of the programs that have left."""
-    return workspace_ptr + tl.cast(row, tl.int64) * (tl.cdiv(parts + 1, _SECTOR) * _SECTOR)
+    return workspace_ptr + tl.cast(row, tl.int64) * (tl.cdiv(parts + 1, SECTOR) * SECTOR)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ launchers at the end of the file.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -494,12 +495,18 @@ def _run(direction: str, tensors: tuple[Tensor, ...], LOG: bool) -> None:
     if not rows or not classes:
         refuse_float64(*dtypes)
         return
-    launch, programs, numbers, parts = _plan(direction, last.device, dtypes, rows, classes, _places(*tensors), LOG)
-    strides = (tensor.stride(0) for tensor in tensors)
-    if parts:
-        launch(programs, (*tensors, zeroed_words(parts_words(rows, parts), last.device)), *numbers, *strides, parts)
-    else:
-        launch(programs, tensors, *numbers, *strides)
+    plan = _plan(direction, last.device, dtypes, rows, classes, _places(*tensors), LOG)
+    _prepared(plan, last.device, rows, *(tensor.stride(0) for tensor in tensors))(*tensors)
+
+
+def _prepared(plan: _Plan, device: torch.device, rows: int, *strides: int) -> Callable[..., None]:
+    """The launch as a function of the tensors alone."""
+    launch, programs, numbers, parts = plan
+    numbers = *numbers, *strides
+    if not parts:
+        return lambda *tensors: launch(programs, tensors, *numbers)
+    words = parts_words(rows, parts)
+    return lambda *tensors: launch(programs, (*tensors, zeroed_words(words, device)), *numbers, parts)
 
 
 def _prepare(
@@ -509,22 +516,6 @@ def _prepare(
     new = (0, classes, size)
     forth = _plan("forward", device, (dtype, dtype), rows, classes, [(offset, stride, size), new], LOG)
     back = _plan("backward", device, (dtype, dtype, dtype), rows, classes, [new, new, new], LOG)
-    forward_numbers = *forth.numbers, stride, classes
-    backward_numbers = *back.numbers, classes, classes, classes
-
-    def forward(input: Tensor, output: Tensor) -> None:
-        forth.launch(forth.programs, (input, output), *forward_numbers)
-
-    def backward(grad_output: Tensor, output: Tensor, grad_input: Tensor) -> None:
-        back.launch(back.programs, (grad_output, output, grad_input), *backward_numbers)
-
-    words = parts_words(rows, max(forth.parts, back.parts))
-
-    def forward_of_parts(input: Tensor, output: Tensor) -> None:
-        forth.launch(forth.programs, (input, output, zeroed_words(words, device)), *forward_numbers, forth.parts)
-
-    def backward_of_parts(grad_output: Tensor, output: Tensor, grad_input: Tensor) -> None:
-        tensors = grad_output, output, grad_input, zeroed_words(words, device)
-        back.launch(back.programs, tensors, *backward_numbers, back.parts)
-
-    return PreparedSoftmax(forward_of_parts if forth.parts else forward, backward_of_parts if back.parts else backward)
+    return PreparedSoftmax(
+        _prepared(forth, device, rows, stride, classes), _prepared(back, device, rows, classes, classes, classes)
+    )
