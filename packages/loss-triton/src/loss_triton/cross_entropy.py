@@ -37,9 +37,9 @@ from loss_triton.denominator import (
     Denominator,
     denominator_of,
     denominator_of_gradient,
-    denominator_of_loss,
     end_counting,
     start_counting,
+    store_loss,
     sum_and_count,
     supply,
 )
@@ -69,7 +69,7 @@ from loss_triton.schedules import (
     options_schedule,
     parts_of,
 )
-from loss_triton.total import publish, sum_of_slices, sum_slice, words_of, workspace_words
+from loss_triton.total import publish, sum_slice, words_of, workspace_words
 
 
 @kernel
@@ -136,13 +136,10 @@ def cross_entropy_fwd_kernel(
         publish(losses_ptr, row, loss, live)
         sum_slice(losses_ptr, row, rows, LANES)
         if row == rows - 1:
-            sum_of_losses, live_rows = sum_of_slices(losses_ptr, rows)
-            denominator = denominator_of_loss(
-                live_rows, target_ptr, of_row_ptr, number, rows, classes, ignore_index, KIND, LANES
-            )
-            tl.store(loss_ptr, sum_of_losses / denominator)
-            if denominator_ptr is not None:
-                tl.store(denominator_ptr + denominator_at, denominator)
+            store_loss(
+                losses_ptr, target_ptr, of_row_ptr, denominator_ptr, denominator_at, loss_ptr,
+                number, rows, classes, ignore_index, KIND, LANES,
+            )  # fmt: skip
     else:
         tl.store(loss_ptr + row, loss)
 
@@ -257,13 +254,10 @@ def cross_entropy_fwd_grad_kernel(
         zero_row(grad_row_ptr, classes, head, body, VECTOR, EDGES, LANES, BLOCK)
     sum_slice(losses_ptr, row, rows, LANES)
     if row == rows - 1:
-        sum_of_losses, live_rows = sum_of_slices(losses_ptr, rows)
-        denominator = denominator_of_loss(
-            live_rows, target_ptr, of_row_ptr, number, rows, classes, ignore_index, KIND, LANES
-        )
-        tl.store(loss_ptr, sum_of_losses / denominator)
-        if denominator_ptr is not None:
-            tl.store(denominator_ptr + denominator_at, denominator)
+        live_rows, _ = store_loss(
+            losses_ptr, target_ptr, of_row_ptr, denominator_ptr, denominator_at, loss_ptr,
+            number, rows, classes, ignore_index, KIND, LANES,
+        )  # fmt: skip
         end_counting(workspace_ptr, live_rows, rows, KIND)
 
 

@@ -19,9 +19,9 @@ from loss_core.backend import CrossEntropyOptions
 from loss_triton.denominator import (
     count_alone,
     denominator_of_gradient,
-    denominator_of_loss,
     end_counting,
     start_counting,
+    store_loss,
 )
 from loss_triton.launch import kernel
 from loss_triton.rows import (
@@ -230,13 +230,10 @@ def cross_entropy_options_fwd_kernel(
             sum_slice(words_of(workspace_ptr, rows, 1), row, rows, LANES)
         sum_slice(losses_ptr, row, rows, LANES)
         if row == rows - 1:
-            sum_of_losses, live_rows = sum_of_slices(losses_ptr, rows)
-            divisor = denominator_of_loss(
-                live_rows, target_ptr, of_row_ptr, number, rows, classes, ignore_index, KIND, LANES
-            )
-            tl.store(loss_ptr, sum_of_losses / divisor)
-            if denominator_ptr is not None:
-                tl.store(denominator_ptr, divisor)
+            live_rows, divisor = store_loss(
+                losses_ptr, target_ptr, of_row_ptr, denominator_ptr, 0, loss_ptr,
+                number, rows, classes, ignore_index, KIND, LANES,
+            )  # fmt: skip
             if STATS:
                 sum_of_z_losses, live_rows = sum_of_slices(words_of(workspace_ptr, rows, 1), rows)
                 tl.store(z_loss_ptr, sum_of_z_losses / divisor)

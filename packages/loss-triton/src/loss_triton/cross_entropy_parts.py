@@ -11,9 +11,9 @@ import triton.language as tl
 
 from loss_triton.denominator import (
     denominator_of_gradient,
-    denominator_of_loss,
     end_counting,
     start_counting,
+    store_loss,
     sum_and_count,
 )
 from loss_triton.launch import kernel
@@ -39,7 +39,7 @@ from loss_triton.rows import (
     fused,
     opaque,
 )
-from loss_triton.total import publish, sum_of_slices, sum_slice, words_of
+from loss_triton.total import publish, sum_slice, words_of
 
 
 @triton.jit
@@ -137,11 +137,8 @@ def cross_entropy_fwd_grad_parts_kernel(
     if part == parts - 1:
         sum_slice(losses_ptr, row, rows, LANES)
         if row == rows - 1:
-            sum_of_losses, live_rows = sum_of_slices(losses_ptr, rows)
-            denominator = denominator_of_loss(
-                live_rows, target_ptr, of_row_ptr, number, rows, classes, ignore_index, KIND, LANES
-            )
-            tl.store(loss_ptr, sum_of_losses / denominator)
-            if denominator_ptr is not None:
-                tl.store(denominator_ptr + denominator_at, denominator)
+            live_rows, _ = store_loss(
+                losses_ptr, target_ptr, of_row_ptr, denominator_ptr, denominator_at, loss_ptr,
+                number, rows, classes, ignore_index, KIND, LANES,
+            )  # fmt: skip
             end_counting(workspace_ptr, live_rows, rows, KIND)

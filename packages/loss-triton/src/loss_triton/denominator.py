@@ -18,6 +18,7 @@ from loss_core.memory import allocator
 from torch import Tensor
 
 from loss_triton.launch import Launch, kernel, prepared
+from loss_triton.total import sum_of_slices
 
 # What the denominator is; a constant of the kernels, and its value for the host.
 ONE, ROWS, NUMBER, TENSOR, WEIGHTS, BYTES = map(tl.constexpr, range(6))
@@ -169,6 +170,23 @@ def denominator_of_loss(
             target_ptr, of_row_ptr, 0, rows, classes, ignore_index, KIND, 8 * LANES
         ).to(tl.float32)  # fmt: skip
     return denominator
+
+
+@triton.jit
+def store_loss(
+    losses_ptr, target_ptr, of_row_ptr, denominator_ptr, denominator_at, loss_ptr,
+    number, rows, classes, ignore_index, KIND: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """For the program of the last row: the sum of the losses over the denominator. Returns rows not ignored, and that.
+
+    losses_ptr: words of the losses, see ``total``. denominator_ptr: where the denominator goes too, or None.
+    """
+    sum_of_losses, live = sum_of_slices(losses_ptr, rows)
+    denominator = denominator_of_loss(live, target_ptr, of_row_ptr, number, rows, classes, ignore_index, KIND, LANES)
+    tl.store(loss_ptr, sum_of_losses / denominator)
+    if denominator_ptr is not None:
+        tl.store(denominator_ptr + denominator_at, denominator)
+    return live, denominator
 
 
 @kernel
