@@ -112,6 +112,29 @@ def clear(words_ptr, parts, left, LANES: tl.constexpr):
     tl.store(words_ptr + lane, tl.zeros((LANES,), tl.int64), mask=lane < tl.where(first, 0, parts + 1))
 
 
+@triton.jit
+def learnt(
+    words_ptr, row_ptrs, head, body, classes, parts, argument, MESSAGE_OF_OTHER: tl.constexpr,
+    PATIENCE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The words of all parts, one a lane, for a program that has told its own; and what ``clear`` needs.
+
+    MESSAGE_OF_OTHER finds out what another part's program does, in the same order, from the rows at row_ptrs.
+    """
+    words, complete = told(words_ptr, parts, PATIENCE, LANES)
+    if complete:
+        left = leave(words_ptr, parts, "relaxed", LANES)
+    else:
+        for part in range(parts):
+            if word_in(words, part, LANES) == 0:
+                message = MESSAGE_OF_OTHER(
+                    row_ptrs, head, body, classes, part, argument, VECTOR, EDGES, LANES, CHUNKS
+                )  # fmt: skip
+                words = with_word(words, words_ptr, part, message, LANES)
+        left = leave(words_ptr, parts, "acq_rel", LANES)
+    return words, left
+
+
 # A part is a tuple of chunks, a vector for each lane: arithmetic that took all of it at a time would take registers for
 # all of it as float32, several times.
 
@@ -222,10 +245,11 @@ def total_of_edges(x_edge, peak, log2_scale, EDGES: tl.constexpr):
 
 @triton.jit
 def _message_of_other(
-    row_ptr, head, body, classes, part, log2_scale,
+    row_ptrs, head, body, classes, part, log2_scale,
     VECTOR: tl.constexpr, EDGES: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """What another part's program finds, in the same order. It is read twice, and not held."""
+    """For ``learnt``. The part is read twice, and not held."""
+    row_ptr = row_ptrs[0]
     WIDTH: tl.constexpr = LANES * VECTOR
     peaks = tl.full((LANES,), float("-inf"), tl.float32)
     for chunk in range(chunks_of(body, part, WIDTH, CHUNKS)):
@@ -251,17 +275,10 @@ def peak_and_total(
 
     And what ``clear`` needs.
     """
-    words, complete = told(words_ptr, parts, PATIENCE, LANES)
-    if complete:
-        left = leave(words_ptr, parts, "relaxed", LANES)
-    else:
-        for part in range(parts):
-            if word_in(words, part, LANES) == 0:
-                message = _message_of_other(
-                    row_ptr, head, body, classes, part, log2_scale, VECTOR, EDGES, LANES, CHUNKS
-                )  # fmt: skip
-                words = with_word(words, words_ptr, part, message, LANES)
-        left = leave(words_ptr, parts, "acq_rel", LANES)
+    words, left = learnt(
+        words_ptr, (row_ptr,), head, body, classes, parts, log2_scale, _message_of_other,
+        PATIENCE, VECTOR, EDGES, LANES, CHUNKS,
+    )  # fmt: skip
     there = tl.arange(0, LANES) < parts
     peaks, totals = numbers_of(words)
     peaks = tl.where(there, peaks, float("-inf"))

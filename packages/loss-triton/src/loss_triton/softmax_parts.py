@@ -10,7 +10,7 @@ from loss_triton.parts import (
     chunks_of,
     clear,
     edges_of_part,
-    leave,
+    learnt,
     load_chunk,
     load_edges,
     load_part,
@@ -20,11 +20,8 @@ from loss_triton.parts import (
     peak_of_part,
     store_chunk,
     tell,
-    told,
     total_of_edges,
     totals_of_part,
-    with_word,
-    word_in,
     words_of_row,
 )
 from loss_triton.rows import LOG2_E, body_of, lane_sum, opaque
@@ -96,10 +93,11 @@ def _message_of(totals, g_edge, y_edge, LOG: tl.constexpr, EDGES: tl.constexpr):
 
 @triton.jit
 def _message_of_other(
-    g_row, y_row, head, body, classes, part, LOG: tl.constexpr,
+    row_ptrs, head, body, classes, part, LOG: tl.constexpr,
     VECTOR: tl.constexpr, EDGES: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """What another part's program finds, in the same order."""
+    """For ``learnt``."""
+    g_row, y_row = row_ptrs
     WIDTH: tl.constexpr = LANES * VECTOR
     totals = tl.zeros((LANES,), tl.float32)
     for chunk in range(chunks_of(body, part, WIDTH, CHUNKS)):
@@ -139,17 +137,10 @@ def softmax_bwd_parts_kernel(
     for chunk in tl.static_range(CHUNKS):
         totals += _sums_of_chunk(g[chunk], y[chunk], LOG, LANES)
     tell(words_ptr, part, _message_of(totals, g_edge, y_edge, LOG, EDGES))
-    words, complete = told(words_ptr, parts, PATIENCE, LANES)
-    if complete:
-        left = leave(words_ptr, parts, "relaxed", LANES)
-    else:
-        for other in range(parts):
-            if word_in(words, other, LANES) == 0:
-                message = _message_of_other(
-                    g_row, y_row, head, body, classes, other, LOG, VECTOR, EDGES, LANES, CHUNKS
-                )  # fmt: skip
-                words = with_word(words, words_ptr, other, message, LANES)
-        left = leave(words_ptr, parts, "acq_rel", LANES)
+    words, left = learnt(
+        words_ptr, (g_row, y_row), head, body, classes, parts, LOG, _message_of_other,
+        PATIENCE, VECTOR, EDGES, LANES, CHUNKS,
+    )  # fmt: skip
     _, totals = numbers_of(words)
     total = tl.sum(totals, 0)
 
