@@ -57,10 +57,15 @@ def shared(table, classes, size, vector):
     # The other compiler takes no number of registers.
     return how if how is None or {target!r}[0] == "cuda" else how._replace(registers=None)
 
-# Rows are shared everywhere, not just where that is faster.
-for name in ("cross_entropy", "softmax"):
-    module = importlib.import_module("loss_triton." + name)
-    parts_of, module.parts_of, module.had_better_share = module.parts_of, shared, lambda device: True
+modules = [importlib.import_module("loss_triton." + name) for name in ("cross_entropy", "softmax")]
+for module in modules:
+    parts_of, module.parts_of = module.parts_of, shared
+
+def hold(held):
+    # Rows are held as a whole everywhere, or nowhere, not just where that is faster.
+    for module in modules:
+        module.had_better_hold = lambda device: held
+    modules[0]._plan.cache_clear()
 
 EVERYTHING = dict(label_smoothing=0.1, z_loss=0.01, softcap=30.0, logit_scale=0.5)
 
@@ -82,6 +87,11 @@ def cross_entropy(classes, dtype, reduction, weighted, stats, **options):
     loss_triton.cross_entropy_rescale_live(upstream[:1], torch.empty_like(logits), target, -100)
 
 # Rows that start on 16 bytes and rows that do not; one block and many; several programs.
+hold(False)
+cross_entropy(20001, torch.bfloat16, "mean", False, False)
+x = torch.empty(4, 20001, dtype=torch.bfloat16)
+loss_triton.softmax_forward(x, torch.empty_like(x))
+hold(True)
 cross_entropy(20001, torch.bfloat16, "mean", False, False)
 cross_entropy(50257, torch.bfloat16, "mean", False, False)
 cross_entropy(1000, torch.float16, "mean", True, True, **EVERYTHING)
@@ -91,10 +101,10 @@ if {thorough}:
     cross_entropy(2**17, torch.float32, "mean", False, False)
     cross_entropy(50257, torch.float16, "byte_mean", True, False, label_smoothing=0.1)
     widths += [(1000, torch.float32), (2**17, torch.float16)]
-loss_triton.cross_entropy_forward(
-    torch.empty(4, 50257), torch.zeros(4, dtype=torch.int64), None, None, None, CrossEntropyOptions(), grad=None,
-    stats=False,
-)
+for logits in (torch.empty(4, 50257), torch.empty(4, 20001, dtype=torch.bfloat16)):
+    loss_triton.cross_entropy_forward(
+        logits, torch.zeros(4, dtype=torch.int64), None, None, None, CrossEntropyOptions(), grad=None, stats=False
+    )
 for op in ("softmax", "log_softmax"):
     for classes, dtype in widths:
         x = torch.empty(4, classes, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Rows that programs share: what each tells the others, and what one does that has waited in vain."""
+"""Rows that programs hold: whole, or in parts; what each tells the others, what one does that has waited in vain."""
 
 import math
 
@@ -33,9 +33,24 @@ CASES = (
 )  # fmt: skip
 
 
-@pytest.fixture(params=PATIENCES)
+def in_parts(table, classes, size, vector):
+    return schedules.Parts(32, 2)
+
+
+def whole(table, classes, size, vector):
+    return schedules.Parts(32, -(-classes // (32 * vector)))
+
+
+HOW = {**{f"parts-{patience}": (in_parts, patience) for patience in PATIENCES}, "whole": (whole, 0)}
+
+
+@pytest.fixture(params=HOW.values(), ids=HOW)
 def launched(request, monkeypatch):
-    """Kernels of small parts alone, with so much patience; in the end names of those launched, and their words."""
+    """Kernels of held rows alone, in small parts with so much patience or whole; in the end names of those launched.
+
+    And their words.
+    """
+    how, patience = request.param
     names, words = [], []
 
     def zeroed_words(count, device, *stream):
@@ -49,16 +64,16 @@ def launched(request, monkeypatch):
     call = Launch.__call__
     monkeypatch.setattr(Launch, "__call__", run)
     for module in (cross_entropy, softmax):
-        monkeypatch.setattr(module, "had_better_share", lambda device: True)
-        monkeypatch.setattr(module, "parts_of", lambda *width: schedules.Parts(32, 2))
-        monkeypatch.setattr(module, "patience", lambda device: request.param)
+        monkeypatch.setattr(module, "had_better_hold", lambda device: True)
+        monkeypatch.setattr(module, "parts_of", how)
+        monkeypatch.setattr(module, "patience", lambda device: patience)
         monkeypatch.setattr(module, "zeroed_words", zeroed_words)
     forget()
     yield names
     forget()
-    assert all("_parts_" in name for name in names)
+    assert all("_parts_" in name or "_whole_" in name for name in names)
     assert names
-    assert len(words) == len(names)
+    assert len(words) <= len(names)
     assert not any(used.any() for used in words)
 
 
@@ -123,6 +138,29 @@ def test_cross_entropy(dtype, classes, start, inplace, launched, device):
     assert out.denominator.item() == int((target != -100).sum())
 
 
+@pytest.mark.parametrize("rows", [2**12, 2**30], ids=["evicted first", "not"])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize(("dtype", "classes", "start"), CASES)
+@pytest.mark.parametrize("launched", [(whole, 0)], indirect=True, ids=["whole"])
+def test_the_loss_alone(dtype, classes, start, reduction, rows, launched, monkeypatch, device):
+    first = schedules.evicts_first(rows.bit_length(), classes, dtype.itemsize, held=True)
+    assert first == (rows < 2**20)
+    monkeypatch.setattr(cross_entropy, "evicts_first", lambda *size, held: first)
+    values, target = logits_and_target(classes, dtype)
+    if reduction == "mean":
+        values[3:6], target[3] = torch.randn(3, classes).to(dtype), 7
+        values[2] = 0.5
+    out = forward(placed(values, start, device), target.to(device), None, reduction=reduction)
+    assert launched == ["cross_entropy_fwd_whole_kernel"]
+    x, valid = values.double(), target < classes
+    chosen = torch.where(valid, x.gather(1, target.clamp(0, classes - 1)[:, None])[:, 0], math.nan)
+    # Of a row with +inf the sum is NaN, as its gradient is; of one of -inf alone the loss is.
+    wanted = torch.where(target == -100, 0.0, torch.where(x.isposinf().any(1), math.nan, x.logsumexp(1)) - chosen)
+    if reduction == "mean":
+        wanted = wanted.sum() / (target != -100).sum()
+    torch.testing.assert_close(out.loss.double().cpu(), wanted, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_loss_and_twice_the_same_bits(reduction, launched, device):
     values, target = logits_and_target(1003, torch.bfloat16)
@@ -144,8 +182,8 @@ def test_the_loss_and_twice_the_same_bits(reduction, launched, device):
 def test_the_same_bits_with_and_without_patience(classes, monkeypatch, device):
     x, target = torch.randn(ROWS, classes).bfloat16().to(device), torch.randint(classes, (ROWS,), device=device)
     g = torch.randn_like(x)
-    monkeypatch.setattr(cross_entropy, "parts_of", lambda *width: schedules.Parts(32, 2))
-    monkeypatch.setattr(softmax, "parts_of", lambda *width: schedules.Parts(32, 2))
+    monkeypatch.setattr(cross_entropy, "parts_of", in_parts)
+    monkeypatch.setattr(softmax, "parts_of", in_parts)
     results = []
     for patience in PATIENCES:
         for module in (cross_entropy, softmax):
@@ -217,6 +255,7 @@ def test_a_word_that_has_come_meanwhile_is_taken(word, device):
 
 
 TABLES = {
+    **{f"loss alone {size}": (table, size) for size, table in schedules.FORWARD_PARTS.items()},
     **{f"gradient {size}": (table, size) for size, table in schedules.GRADIENT_PARTS.items()},
     **{" ".join(map(str, key)): (table, key[2]) for key, table in softmax._PARTS.items()},
 }
@@ -233,12 +272,17 @@ def test_parts_make_a_row(name):
                 continue
             assert vector > 1
             count = how.of_row(classes, vector)
-            assert 1 < count < how.lanes <= 1024
+            assert count < how.lanes <= 1024
+            # The loss alone has no kernel whose programs share rows.
+            assert count == 1 or not name.startswith("loss alone")
+            # A program's registers are those of a multiprocessor at most, and what is held takes some.
+            assert how.registers is None or how.chunks * vector * size // 4 < how.registers <= 65536 // how.lanes
             assert (count - 1) * how.lanes * how.chunks * vector < classes <= count * how.lanes * how.chunks * vector
 
 
 @pytest.mark.skipif(devices.HAS_GPU, reason="follows the interpreter")
 @pytest.mark.parametrize("op", ["cross_entropy", "softmax"])
+@pytest.mark.parametrize("launched", [(in_parts, 0)], indirect=True, ids=["parts"])
 def test_who_reads_for_others_leaves_after_its_last_look(op, launched, monkeypatch, device):
     """The last to leave takes the words back; without one, it would seem that a part has not been written over."""
     from triton.runtime.interpreter import interpreter_builder as builder

@@ -4,7 +4,7 @@ The floor is memory: the logits are read once and their gradient is written once
 first sweep keeps each lane's running maximum and sum; the second runs backwards over the row and writes the gradient,
 so that what it reads again was read last. The end of the row stays in registers between the sweeps and is not read
 again; a row that fits there is read once in every sense, another once from memory and in part from L2. Where that sets
-the pace, programs share a row: ``cross_entropy_parts``.
+the pace, all of a row is held, by one program or several: ``cross_entropy_parts``.
 
 Options of the loss (class weights, smoothing, z-loss, softcap, statistics) are in ``cross_entropy_options``; the
 schedule that goes with a width is in ``schedules``.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from types import NoneType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -28,7 +28,7 @@ from loss_triton.cross_entropy_options import (
     cross_entropy_rescale_live_kernel,
     numbers_of,
 )
-from loss_triton.cross_entropy_parts import cross_entropy_fwd_grad_parts_kernel
+from loss_triton.cross_entropy_parts import cross_entropy_fwd_grad_parts_kernel, cross_entropy_fwd_whole_kernel
 from loss_triton.denominator import (
     BYTES,
     NUMBER,
@@ -40,10 +40,11 @@ from loss_triton.denominator import (
     end_counting,
     start_counting,
     store_loss,
+    store_row,
     sum_and_count,
     supply,
 )
-from loss_triton.launch import Launch, can_depend, had_better_share, kernel, patience, prepared, refuse_float64
+from loss_triton.launch import Launch, can_depend, had_better_hold, kernel, patience, prepared, refuse_float64
 from loss_triton.parts import SECTOR, parts_words
 from loss_triton.rows import (
     LOG2_E,
@@ -58,6 +59,7 @@ from loss_triton.rows import (
     zero_row,
 )
 from loss_triton.schedules import (
+    FORWARD_PARTS,
     GRADIENT_PARTS,
     alignment,
     backward_schedule,
@@ -131,17 +133,10 @@ def cross_entropy_fwd_kernel(
         lse = peak * logit_scale + tl.log(total)
         loss = tl.log(total) - (x_target - peak) * logit_scale
     tl.store(lse_ptr + row, lse)
-    if REDUCE:
-        losses_ptr = words_of(workspace_ptr, rows, 0)
-        publish(losses_ptr, row, loss, live)
-        sum_slice(losses_ptr, row, rows, LANES)
-        if row == rows - 1:
-            store_loss(
-                losses_ptr, target_ptr, of_row_ptr, denominator_ptr, denominator_at, loss_ptr,
-                number, rows, classes, ignore_index, KIND, LANES,
-            )  # fmt: skip
-    else:
-        tl.store(loss_ptr + row, loss)
+    store_row(
+        row, loss, live, workspace_ptr, target_ptr, of_row_ptr, denominator_ptr, denominator_at, loss_ptr,
+        number, rows, classes, ignore_index, REDUCE, KIND, LANES,
+    )  # fmt: skip
 
 
 @kernel
@@ -330,8 +325,8 @@ def cross_entropy_forward(
 def _workspace(rows: int, values: int, parts: int) -> tuple[int, tuple[int, ...]]:
     """Words of a launch, and the numbers that a kernel whose rows have parts takes last."""
     words = workspace_words(rows, values)
-    if not parts:
-        return words, ()
+    if parts <= 1:
+        return words, (1, 0) if parts else ()
     parts_at = -(-words // SECTOR.value) * SECTOR.value
     return parts_at + parts_words(rows, parts), (parts, parts_at)
 
@@ -368,27 +363,31 @@ def _plan(
     )
     key = index, dtype, target_dtype, of_row
     plain = not weighted and not stats and _is_plain(options)
-    shares = gradient and had_better_share(device)
-    how = parts_of(GRADIENT_PARTS[dtype.itemsize], classes, dtype.itemsize, vector) if shares else None
+    table = (GRADIENT_PARTS if gradient else FORWARD_PARTS)[dtype.itemsize]
+    how = parts_of(table, classes, dtype.itemsize, vector) if had_better_hold(device) else None
+    evicts = evicts_first(rows_bits, classes, dtype.itemsize, held=how is not None)
     parts = 0
     if not plain:
         lanes, block, hold, _ = options_schedule(classes, vector)
-        constants: tuple[int | bool, ...] = (
+        constants: tuple[Any, ...] = (
             reduce, kind, patience(index), weighted, options.label_smoothing > 0, options.softcap is not None,
             options.total_classes is not None, stats, gradient, vector, edges, lanes, block, hold,
         )  # fmt: skip
         launch = prepared(cross_entropy_options_fwd_kernel, key, constants, lanes)
-    elif how is not None:
+    elif how is not None and gradient:
         parts = how.of_row(classes, vector)
-        constants = kind, patience(index), vector, edges, how.lanes, how.chunks
+        constants = kind, patience(index), vector, edges, how.lanes, how.chunks, parts > 1
         launch = prepared(cross_entropy_fwd_grad_parts_kernel, key, constants, how.lanes, how.registers)
+    elif how is not None:
+        constants = reduce, kind, evicts, vector, edges, how.lanes, how.chunks
+        launch = prepared(cross_entropy_fwd_whole_kernel, key, constants, how.lanes, how.registers)
     elif gradient:
         lanes, block, hold, ahead = gradient_schedule(classes, dtype.itemsize, vector, l2_cache_size(device))
         constants = kind, patience(index), vector, edges, lanes, block, hold, ahead
         launch = prepared(cross_entropy_fwd_grad_kernel, key, constants, lanes)
     else:
         lanes, block, hold, _ = forward_schedule(classes, dtype.itemsize, vector)
-        constants = reduce, kind, evicts_first(classes, dtype.itemsize), vector, edges, lanes, block, hold
+        constants = reduce, kind, evicts, vector, edges, lanes, block, hold
         launch = prepared(cross_entropy_fwd_kernel, key, constants, lanes)
     return _Plan(launch, plain, denominator, parts)
 

@@ -1,7 +1,8 @@
-"""Cross-entropy's plain case with its gradient, for rows so wide that several programs share one.
+"""Cross-entropy's plain case, for rows that registers hold: of one program, or in parts of several.
 
-A row that one program reads in two sweeps comes from memory once and from L2 again, which for the widest sets the pace.
-Here each program holds its part in registers, and asks the others for their maximum and sum; see ``parts``.
+A row that one program reads in two sweeps comes from memory once and from L2 again, which sets the pace where much is
+read again. Here all of it is asked for at once and kept; where programs share a row, each asks the others for their
+maximum and sum, see ``parts``.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from loss_triton.denominator import (
     end_counting,
     start_counting,
     store_loss,
+    store_row,
     sum_and_count,
 )
 from loss_triton.launch import kernel
 from loss_triton.parts import (
+    BESIDE_A_RESULT,
     clear,
     edges_of_part,
     load_edges,
@@ -61,27 +64,69 @@ def _write_part(
 
 
 @kernel
+def cross_entropy_fwd_whole_kernel(
+    logits_ptr, target_ptr, workspace_ptr, of_row_ptr, denominator_ptr, lse_ptr, loss_ptr,
+    rows, classes, logits_stride: tl.int64, denominator_at, ignore_index: tl.int64,
+    logit_scale: tl.float32, number: tl.float32,
+    REDUCE: tl.constexpr, KIND: tl.constexpr, EVICT: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
+    LANES: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """loss = lse - x[target], as ``cross_entropy_fwd_kernel``, whose arguments it has. One program holds a row.
+
+    CHUNKS vectors of each of LANES lanes are at least a row.
+    """
+    row = tl.program_id(0)
+    target = tl.load(target_ptr + row).to(tl.int64)
+    live = target != ignore_index
+    row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
+    head, body = body_of(row_ptr, classes, VECTOR, EDGES)
+    # All of the row is asked for before the target has come.
+    held = load_part(
+        row_ptr, head, body, 0, float("-inf"), VECTOR, LANES * VECTOR, CHUNKS, "evict_first" if EVICT else ""
+    )
+    x_edge = load_edges(row_ptr, head, body, classes, 0, float("-inf"), VECTOR, EDGES)
+    loss = 0.0
+    lse = 0.0
+    if live:
+        # A target out of range reads nothing and makes its row NaN.
+        valid = (target >= 0) & (target < classes)
+        x_target = tl.load(row_ptr + target, mask=valid, other=float("nan")).to(tl.float32)
+        log2_scale = logit_scale * LOG2_E
+        peak = peak_of_part(held, x_edge, EDGES, LANES)
+        total = tl.sum(totals_of_part(held, peak, log2_scale, LANES), 0)
+        total += total_of_edges(x_edge, peak, log2_scale, EDGES)
+        peak = finite_or_zero(peak)
+        lse = peak * logit_scale + tl.log(total)
+        loss = tl.log(total) - (x_target - peak) * logit_scale
+    tl.store(lse_ptr + row, lse)
+    store_row(
+        row, loss, live, workspace_ptr, target_ptr, of_row_ptr, denominator_ptr, denominator_at, loss_ptr,
+        number, rows, classes, ignore_index, REDUCE, KIND, LANES,
+    )  # fmt: skip
+
+
+@kernel
 def cross_entropy_fwd_grad_parts_kernel(
     logits_ptr, target_ptr, workspace_ptr, of_row_ptr, denominator_ptr, lse_ptr, grad_ptr, loss_ptr,
     rows, classes, logits_stride: tl.int64, grad_stride: tl.int64, denominator_at,
     ignore_index: tl.int64, logit_scale: tl.float32, number: tl.float32, parts, parts_at,
     KIND: tl.constexpr, PATIENCE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
-    LANES: tl.constexpr, CHUNKS: tl.constexpr,
+    LANES: tl.constexpr, CHUNKS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """grad = logit_scale * (softmax(x) - onehot(target)) / denominator, and loss. One program per part of a row.
 
     Arguments as those of ``cross_entropy_fwd_grad_kernel``, and in the workspace at parts_at the words of ``parts``.
-    parts: of a row, CHUNKS vectors of each of LANES lanes; less than LANES.
+    parts: of a row, CHUNKS vectors of each of LANES lanes; less than LANES, and without SHARED one.
     """
     WIDTH: tl.constexpr = LANES * VECTOR
-    row = tl.program_id(0) // parts
-    part = tl.program_id(0) % parts
+    row = tl.program_id(0) // parts if SHARED else tl.program_id(0)
+    part = tl.program_id(0) % parts if SHARED else 0
     target = tl.load(target_ptr + row).to(tl.int64)
     live = target != ignore_index
     row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
     grad_row_ptr = grad_ptr + tl.cast(row, tl.int64) * grad_stride
     head, body = body_of(row_ptr, classes, VECTOR, EDGES)
-    held = load_part(row_ptr, head, body, part, float("-inf"), VECTOR, WIDTH, CHUNKS)
+    held = load_part(row_ptr, head, body, part, float("-inf"), VECTOR, WIDTH, CHUNKS, BESIDE_A_RESULT)
     x_edge = load_edges(row_ptr, head, body, classes, part, float("-inf"), VECTOR, EDGES)
     words = start_counting(workspace_ptr, target_ptr, rows, ignore_index, KIND, LANES)
 
@@ -96,18 +141,19 @@ def cross_entropy_fwd_grad_parts_kernel(
         # A target out of range reads nothing and makes its row NaN, the gradient too.
         x_target = tl.load(row_ptr + target, mask=valid & tells, other=float("nan")).to(tl.float32)
         log2_scale = logit_scale * LOG2_E
-        row_words_ptr = words_of_row(workspace_ptr + parts_at, row, parts)
-        own_peak = peak_of_part(held, x_edge, EDGES, LANES)
-        own_total, counted = sum_and_count(totals_of_part(held, own_peak, log2_scale, LANES), words, rows, KIND)
-        own_total += total_of_edges(x_edge, own_peak, log2_scale, EDGES)
+        peak = peak_of_part(held, x_edge, EDGES, LANES)
+        total, counted = sum_and_count(totals_of_part(held, peak, log2_scale, LANES), words, rows, KIND)
+        total += total_of_edges(x_edge, peak, log2_scale, EDGES)
         of_target = logit_scale / denominator_of_gradient(
             counted, workspace_ptr, target_ptr, of_row_ptr, number, rows, ignore_index, KIND, PATIENCE, LANES
         )
-        # After the count was read, which is taken back once all rows are known.
-        tell(row_words_ptr, part, message_of(own_peak, own_total))
-        peak, total, left = peak_and_total(
-            row_words_ptr, row_ptr, head, body, classes, parts, log2_scale, PATIENCE, VECTOR, EDGES, LANES, CHUNKS
-        )  # fmt: skip
+        # What follows tells that this program has read the count, which is taken back once all rows are known.
+        if SHARED:
+            row_words_ptr = words_of_row(workspace_ptr + parts_at, row, parts)
+            tell(row_words_ptr, part, message_of(peak, total))
+            peak, total, left = peak_and_total(
+                row_words_ptr, row_ptr, head, body, classes, parts, log2_scale, PATIENCE, VECTOR, EDGES, LANES, CHUNKS
+            )  # fmt: skip
         peak = finite_or_zero(peak)
         if tells:
             tl.store(lse_ptr + row, peak * logit_scale + tl.log(total))
@@ -121,7 +167,8 @@ def cross_entropy_fwd_grad_parts_kernel(
             tl.debug_barrier()
             target_grad = tl.exp2((x_target - peak) * log2_scale) * (of_target / total) - of_target
             tl.store(grad_row_ptr + target, target_grad.to(grad_ptr.dtype.element_ty), mask=valid)
-        clear(row_words_ptr, parts, left, LANES)
+        if SHARED:
+            clear(row_words_ptr, parts, left, LANES)
     else:
         for chunk in tl.static_range(CHUNKS):
             store_chunk(

@@ -18,7 +18,7 @@ from loss_core.memory import allocator
 from torch import Tensor
 
 from loss_triton.launch import Launch, kernel, prepared
-from loss_triton.total import sum_of_slices
+from loss_triton.total import publish, sum_of_slices, sum_slice, words_of
 
 # What the denominator is; a constant of the kernels, and its value for the host.
 ONE, ROWS, NUMBER, TENSOR, WEIGHTS, BYTES = map(tl.constexpr, range(6))
@@ -187,6 +187,25 @@ def store_loss(
     if denominator_ptr is not None:
         tl.store(denominator_ptr + denominator_at, denominator)
     return live, denominator
+
+
+@triton.jit
+def store_row(
+    row, loss, live, workspace_ptr, target_ptr, of_row_ptr, denominator_ptr, denominator_at, loss_ptr,
+    number, rows, classes, ignore_index, REDUCE: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """For the program of a row that knows its loss: store it in loss_ptr[row], or with REDUCE take it into the sum."""
+    if REDUCE:
+        losses_ptr = words_of(workspace_ptr, rows, 0)
+        publish(losses_ptr, row, loss, live)
+        sum_slice(losses_ptr, row, rows, LANES)
+        if row == rows - 1:
+            store_loss(
+                losses_ptr, target_ptr, of_row_ptr, denominator_ptr, denominator_at, loss_ptr,
+                number, rows, classes, ignore_index, KIND, LANES,
+            )  # fmt: skip
+    else:
+        tl.store(loss_ptr + row, loss)
 
 
 @kernel

@@ -133,8 +133,8 @@ def can_depend(device: torch.device) -> bool:
 
 
 @functools.cache
-def had_better_share(device: torch.device) -> bool:
-    """Whether programs on `device`, the current one, are faster where they share wide rows (see ``parts``)."""
+def had_better_hold(device: torch.device) -> bool:
+    """Whether rows on `device`, the current one, are to be held as a whole, by one program or several (``parts``)."""
     if _INTERPRETED:
         return False
     target = driver.active.get_current_target()

@@ -1,9 +1,10 @@
-"""A row that several programs share, a part each, which they hold in registers and so read from memory once.
+"""Rows that are held in registers and so read from memory once: a part by each of the programs that share a row.
 
-Each program publishes what it found in its part as a word, which is 0 before and is the whole message (see ``total``),
-and looks for the words of the others. Programs of a row start one after the other, so that they run at the same time
-nearly always; but nothing promises it. So none waits for good: a program whose patience ends reads the parts that it
-lacks itself, to the same bits. The last program of a row that has looked leaves its words at 0.
+A row of one part concerns no other program, and nothing of what follows is done. Each program publishes what it found
+in its part as a word, which is 0 before and is the whole message (see ``total``), and looks for the words of the
+others. Programs of a row start one after the other, so that they run at the same time nearly always; but nothing
+promises it. So none waits for good: a program whose patience ends reads the parts that it lacks itself, to the same
+bits. The last program of a row that has looked leaves its words at 0.
 
 What a part has been read for may be written over (a gradient that takes the logits' memory) once its word is there, and
 not before: who reads it for another looks at the word once more afterwards.
@@ -22,6 +23,9 @@ from loss_triton.rows import (
     opaque,
     vectors,
 )
+
+# How the caches are told to treat rows where a result as large is written.
+BESIDE_A_RESULT = tl.constexpr("evict_last")
 
 # Words of a row come in sectors of their own: of 128 bytes, so many words.
 SECTOR = tl.constexpr(16)
@@ -153,11 +157,12 @@ def chunk_of(row_ptr, head, body, part, chunk, VECTOR: tl.constexpr, WIDTH: tl.c
 
 @triton.jit
 def load_chunk(
-    row_ptr, head, body, part, chunk, other, VECTOR: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr
-):
+    row_ptr, head, body, part, chunk, other,
+    VECTOR: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, EVICTION: tl.constexpr,
+):  # fmt: skip
     """A chunk, `other` where it has no column."""
     ptr, inside = chunk_of(row_ptr, head, body, part, chunk, VECTOR, WIDTH, CHUNKS)
-    return tl.load(ptr, mask=inside, other=other, eviction_policy="evict_last")
+    return tl.load(ptr, mask=inside, other=other, eviction_policy=EVICTION)
 
 
 @triton.jit
@@ -170,11 +175,14 @@ def store_chunk(
 
 
 @triton.jit
-def load_part(row_ptr, head, body, part, other, VECTOR: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
+def load_part(
+    row_ptr, head, body, part, other,
+    VECTOR: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, EVICTION: tl.constexpr,
+):  # fmt: skip
     """All chunks of a part."""
     held = ()
     for chunk in tl.static_range(CHUNKS):
-        loaded = load_chunk(row_ptr, head, body, part, chunk, other, VECTOR, WIDTH, CHUNKS)
+        loaded = load_chunk(row_ptr, head, body, part, chunk, other, VECTOR, WIDTH, CHUNKS, EVICTION)
         # Triton has no (*held, loaded).
         held = held + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
     return held
@@ -253,7 +261,7 @@ def _message_of_other(
     WIDTH: tl.constexpr = LANES * VECTOR
     peaks = tl.full((LANES,), float("-inf"), tl.float32)
     for chunk in range(chunks_of(body, part, WIDTH, CHUNKS)):
-        x = load_chunk(row_ptr, head, body, part, chunk, float("-inf"), VECTOR, WIDTH, CHUNKS)
+        x = load_chunk(row_ptr, head, body, part, chunk, float("-inf"), VECTOR, WIDTH, CHUNKS, BESIDE_A_RESULT)
         peaks = tl.maximum(peaks, lane_max(x.to(tl.float32), LANES))
     peak = tl.max(peaks, 0)
     x_edge = load_edges(row_ptr, head, body, classes, part, float("-inf"), VECTOR, EDGES)
@@ -261,7 +269,7 @@ def _message_of_other(
         peak = tl.maximum(peak, tl.max(tl.max(x_edge, 1), 0))
     totals = tl.zeros((LANES,), tl.float32)
     for chunk in range(chunks_of(body, part, WIDTH, CHUNKS)):
-        x = load_chunk(row_ptr, head, body, part, chunk, float("-inf"), VECTOR, WIDTH, CHUNKS)
+        x = load_chunk(row_ptr, head, body, part, chunk, float("-inf"), VECTOR, WIDTH, CHUNKS, BESIDE_A_RESULT)
         totals += totals_of_chunk(x, peak, log2_scale, LANES)
     return message_of(peak, tl.sum(totals, 0) + total_of_edges(x_edge, peak, log2_scale, EDGES))
 

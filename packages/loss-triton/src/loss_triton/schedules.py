@@ -34,7 +34,7 @@ def _schedule(vector: int, warps: int, block: int, hold: int, ahead: bool = Fals
 # Rows up to `classes` wide: (classes, warps, rounds of a block, rounds held[, ahead]), for 2-byte and for 4-byte
 # elements. Read off sweeps on an H200 and an H100 (triton 3.6; docs/tuning.md): narrow rows are held whole; wide ones
 # want every lane to have several vectors in flight, and all rows in flight together to stay within the L2 cache, so the
-# widest get a processor to themselves, unless programs share them (below).
+# widest get a processor to themselves, unless they are held as a whole (below).
 _Table = dict[int, tuple[tuple[Any, ...], ...]]
 _FORWARD: _Table = {
     2: (
@@ -79,11 +79,22 @@ def forward_schedule(classes: int, size: int, vector: int) -> Schedule:
     return _look_up(_FORWARD[size], classes, vector)
 
 
-def evicts_first(classes: int, size: int) -> bool:
-    """Whether a kernel that reads a row of `size`-byte elements once asks the caches to evict it first."""
+def evicts_first(rows_bits: int, classes: int, size: int, *, held: bool) -> bool:
+    """Whether a kernel that reads rows of `size`-byte elements once asks the caches to evict them first.
+
+    Args:
+        rows_bits: of the number of rows.
+        classes: of a row.
+        size: bytes of an element.
+        held: whether rows are held as a whole.
+    """
     # An L2 full of what others have written writes it back while rows are read; with the hint it gives up lines of the
-    # rows before those. Loss alone on an H200, after a flush that writes, with and without: 92.4 and 91.9% at
-    # 32768 x 8192, 77.5 and 69.7% at 4096 x 16384; 91.4 and 93.7% at 8192 x 32000, 92.4 and 98.4% at 4096 x 128256.
+    # rows before those. Loss alone on an H200, after a flush that writes, with and without. Held: 4096 x 8192 65.6 and
+    # 57.5%, 4096 x 16384 79.6 and 70.6%, 8192 x 20011 92.2 and 89.1%, 8192 x 24576 92.2 and 93.2%, 16384 x 16384 96.3
+    # and 97.4%, 32768 x 8192 93.2 and 95.7%: it pays where L2 is much of all that is read. In the loop: 65536 x 4096
+    # 88.7 and 87.1%, 131072 x 2048 90.1 and 89.4%, 8192 x 32000 91.4 and 93.7%, 4096 x 128256 92.4 and 98.4%.
+    if held:
+        return (classes * size << max(rows_bits - 1, 0)) < 350e6
     return classes * size <= 32768
 
 
@@ -94,46 +105,109 @@ def gradient_schedule(classes: int, size: int, vector: int, l2_bytes: int) -> Sc
 
 
 class Parts(NamedTuple):
-    """How programs share a row; see ``parts``.
+    """How programs hold a row; see ``parts``.
 
     Attributes:
         lanes: threads of a program.
-        chunks: vectors of a lane.
+        chunks: vectors of a lane; None in a table: as many as a row needs, so that one program has it alone.
         registers: the most that a thread may have; None for as many as the compiler takes.
     """
 
     lanes: int
-    chunks: int
+    chunks: int | None
     registers: int | None = None
 
     def of_row(self, classes: int, vector: int) -> int:
         """How many a row has."""
-        return -(-classes // (self.lanes * vector * self.chunks))
+        return 1 if self.chunks is None else -(-classes // (self.lanes * vector * self.chunks))
 
 
-# How programs share rows up to so many classes, None where one takes a row alone. What counts is how much is under way:
-# 120 to 128 KiB that a multiprocessor has at a time, with as few registers beside them as the compiler can be made to
-# do with.
+# How programs hold rows up to so many classes, None where none does. What counts is how much is under way: 120 to 128
+# KiB that a multiprocessor has at a time, with as few registers beside them as the compiler can be made to do with. So
+# a program has a row alone while two of them have room. The loops' blocks fit few widths; what is held fits all.
 PartsTable = tuple[tuple[int | None, Parts | None], ...]
 
+# Forward and backward, whole calls on an H200, in brackets the loop.
 GRADIENT_PARTS: dict[int, PartsTable] = {
-    # Whole calls, forward and backward, on an H200 and an H100, in brackets one program a row: 8192 x 50257 87.4 and
-    # 98.5% (82.6 and 90.1%); 4096 x 65536 91.1 and 97.4% (81.9 and 91.5%); 4096 x 128256 89.8 and 99.8% (84.3 and
-    # 96.1%), 8192 x 151936 90.9 and 101.1% (86.3 and 91.6%). 8192 x 32000 90.3% in 64 lanes, 16 chunks (93.2%).
-    2: ((32768, None), (57344, Parts(64, 12, 96)), (98304, Parts(128, 16, 128)), (None, Parts(128, 12, 96))),
-    # 2048 x 128256 94.1 and 99.8% (79.6 and 79.7%).
-    4: ((32768, None), (None, Parts(128, 16, 128))),
+    2: (
+        (2048, None),
+        # 32768 x 3000 86.7% (73.0%), 32768 x 3500 87.7% (75.7%).
+        (3584, Parts(64, None)),
+        # 32768 x 4096 88.7% (91.9%).
+        (4096, None),
+        # 32768 x 5000 93.2% (85.7%), 32768 x 8192 96.6% (95.0%), 4096 x 8192 71.8% (70.3%), 16384 x 9000 92.6% (78.7%),
+        # 16384 x 12288 93.9% (94.8%).
+        (12288, Parts(128, None)),
+        # 16384 x 13000 95.6% (88.2%), 16384 x 16001 96.0% (92.6%), 16384 x 16384 95.7% (96.9%).
+        (16383, Parts(256, None)),
+        (16384, None),
+        # 8192 x 17000 92.3% (80.1%), 8192 x 20011 93.4% (84.0%), 8192 x 32000 96.6% (92.4%), 8192 x 32001 96.1%
+        # (89.1%); where programs shared them before, in brackets: 8192 x 33000 96.6% (87.4%), 8192 x 49000 97.4%
+        # (88.8%).
+        (49152, Parts(256, None)),
+        # And on an H100: 8192 x 50257 87.4 and 98.5% (82.6 and 90.1%), held by one program 80.2%.
+        (57344, Parts(64, 12, 96)),
+        # 4096 x 65536 91.1 and 97.4% (81.9 and 91.5%), held by one program 86.3%.
+        (98304, Parts(128, 16, 128)),
+        # 4096 x 128256 89.8 and 99.8% (84.3 and 96.1%), 8192 x 151936 90.9 and 101.1% (86.3 and 91.6%).
+        (None, Parts(128, 12, 96)),
+    ),
+    4: (
+        (4096, None),
+        # 16384 x 5000 94.1% (92.9%), 16384 x 8192 96.7% (94.7%), 8192 x 10000 93.5% (78.3%), 8192 x 16384 96.9%
+        # (95.9%), 4096 x 20011 93.1% (88.3%), 4096 x 24576 92.5% (93.5%).
+        (24576, Parts(256, None)),
+        # 4096 x 28000 93.4% (89.8%), 4096 x 32768 95.7% (94.0%).
+        (32768, Parts(512, None)),
+        # And on an H100: 2048 x 128256 94.1 and 99.8% (79.6 and 79.7%).
+        (None, Parts(128, 16, 128)),
+    ),
+}
+
+# Likewise without a gradient.
+FORWARD_PARTS: dict[int, PartsTable] = {
+    2: (
+        (2048, None),
+        # 65536 x 2500 86.3% (58.9%), 65536 x 3500 91.8% (78.0%), 32768 x 4096 87.0% (85.1%), 32768 x 5500 90.6%
+        # (76.5%; twice the lanes 85.6%).
+        (6144, Parts(64, None)),
+        # 32768 x 7000 93.9% (85.6%), 32768 x 8192 96.0% (92.5%), 32768 x 8191 97.1% (86.3%), 16384 x 9000 88.3%
+        # (79.8%; twice the lanes 81.6%), 16384 x 12288 93.3% (89.6%).
+        (12288, Parts(128, None)),
+        # 16384 x 14000 93.6% (84.1%), 16384 x 16384 97.4% (94.0%), 8192 x 20011 92.2% (84.8%), 8192 x 32000 94.7%
+        # (92.2%), 8192 x 32001 96.1% (91.8%), 8192 x 40000 97.2% (93.7%), 8192 x 49000 98.9% (96.2%).
+        (49152, Parts(256, None)),
+        (None, None),
+    ),
+    4: (
+        (2048, None),
+        # 32768 x 2500 90.2% (52.4%), 32768 x 4096 96.1% (82.4%).
+        (4096, Parts(128, None)),
+        # 16384 x 5000 90.5% (89.9%), 16384 x 6000 92.2% (94.3%).
+        (6144, None),
+        # 16384 x 8192 96.2% (93.8%), 8192 x 16384 97.4% (97.1%), 4096 x 20011 88.3% (86.7%), 4096 x 24576 92.0%
+        # (90.9%).
+        (24576, Parts(256, None)),
+        # 4096 x 32768 92.6% (94.7%).
+        (None, None),
+    ),
 }
 
 
 def parts_of(table: PartsTable, classes: int, size: int, vector: int) -> Parts | None:
-    """How rows of `size`-byte elements are shared, or None where a program takes one alone."""
+    """How rows of `size`-byte elements are held, or None where they are not."""
     # Elements that are read one by one take too many registers for their addresses.
     if vector * size < 16:
         return None
     parts = next(parts for up_to, parts in table if up_to is None or classes <= up_to)
+    if parts is None:
+        return None
+    if parts.chunks is None:
+        chunks = -(-classes // (parts.lanes * vector))
+        # Beside what is held, the registers that the arithmetic can be made to do with.
+        return Parts(parts.lanes, chunks, parts.registers or chunks * vector * size // 4 + 32)
     # A lane looks for the word of each part, and one is for who has left.
-    return parts if parts is not None and parts.of_row(classes, vector) < parts.lanes else None
+    return parts if parts.of_row(classes, vector) < parts.lanes else None
 
 
 @lru_cache

@@ -1,9 +1,9 @@
 """Softmax and log-softmax over (rows, classes), forward and backward.
 
-Three kernels each way, chosen by width: whole rows in registers, many narrow ones or a wide one per program; a loop
-over the blocks of one long row; and, in ``softmax_parts``, rows that programs share. ``LOG`` makes softmax's kernels
-log-softmax's. ``rows`` says what VECTOR, EDGES and LANES mean. The schedules are at the end of the kernels, the
-launchers at the end of the file.
+Three kernels each way, chosen by width: whole rows in registers as float32, many narrow ones or a wide one per program;
+a loop over the blocks of one long row; and, in ``softmax_parts``, rows in registers as they are, which one program has
+or several share. ``LOG`` makes softmax's kernels log-softmax's. ``rows`` says what VECTOR, EDGES and LANES mean. The
+schedules are at the end of the kernels, the launchers at the end of the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from loss_core.backend import PreparedSoftmax
 from loss_core.memory import zeroed_words
 from torch import Tensor
 
-from loss_triton.launch import Launch, had_better_share, kernel, patience, prepared, refuse_float64
+from loss_triton.launch import Launch, had_better_hold, kernel, patience, prepared, refuse_float64
 from loss_triton.parts import parts_words
 from loss_triton.rows import (
     LOG2_E,
@@ -298,7 +298,7 @@ _WHOLE_16384 = Schedule(1, 16384, 0, 16)
 # on the limit is that of reading twice, 66%, which 2**20 columns have. A block that is asked for ahead takes registers
 # too: it gains where it costs no program, or where it is all that is under way.
 #
-# Where programs share rows (below) the entries of the widest are for other devices.
+# Where rows are held as a whole (below) the entries of their widths are for other devices.
 _FORWARD_2_BYTES = (
     # 16384 x 12000: 98.4 and 98.0% (nothing ahead 96.5 and 97.6%).
     (12288, Schedule(1, 4096, 4096, 8, 2)),
@@ -364,24 +364,52 @@ _LOOPS = {
 }
 
 
-# Rows that programs share, as in ``schedules``. In brackets the loop.
-_FORWARD_PARTS: dict[int, PartsTable] = {
-    # 8192 x 32000: 98.5 and 99.9% (95.3 and 98.4%). 8192 x 50257: 92.5 and 100.3% (83.5 and 96.4%). 4096 x 128256: 95.4
-    # and 101.0% (90.9 and 95.9%), log-softmax 97.3 and 101.0% (94.6 and 96.0%).
-    2: ((28672, None), (32768, Parts(128, 8, 64)), (57344, Parts(64, 12, 96)), (None, Parts(128, 12, 96))),
-    4: ((32768, None), (None, Parts(128, 12, 96))),
-}
+# Rows that programs hold, as in ``schedules``. In brackets the loop, or up to 8192 whole rows in float32; two numbers
+# are an H200's and an H100's, one is an H200's.
+_SHARED_FORWARD_2_BYTES: PartsTable = (
+    # 8192 x 50257: 92.5 and 100.3% (83.5 and 96.4%).
+    (57344, Parts(64, 12, 96)),
+    # 4096 x 128256: 95.4 and 101.0% (90.9 and 95.9%), log-softmax 97.3 and 101.0% (94.6 and 96.0%). 4096 x 65536:
+    # 91.2%, held by one program 88.5%.
+    (None, Parts(128, 12, 96)),
+)
+_FORWARD_PARTS_2_BYTES: PartsTable = (
+    (4096, None),
+    # 16384 x 5000: 96.4% (88.6%). 4096 x 8192: 88.2% (88.6%).
+    (8192, Parts(128, None)),
+    # 16384 x 9000: 99.0% (89.1%). 4096 x 16384: 94.3% (92.5%). 8192 x 20011: 98.0% (91.5%). 8192 x 32000: 99.6%; shared
+    # 98.3%. 8192 x 40000: 99.8%; shared 94.1%.
+    (49152, Parts(256, None)),
+    *_SHARED_FORWARD_2_BYTES,
+)
+# Held by one program log-softmax has 85.8% at 4096 x 16384 (92.5%), 90.9% at 8192 x 20011 (93.1%), 87.0% at 8192 x
+# 32000, where shared it has 99.9%, with or without spills.
+_LOG_FORWARD_PARTS_2_BYTES: PartsTable = ((28672, None), (32768, Parts(128, 8, 64)), *_SHARED_FORWARD_2_BYTES)
+_FORWARD_PARTS_4_BYTES: PartsTable = (
+    (8192, None),
+    # 4096 x 10000: 95.5% (92.5%). 4096 x 16384: 98.0% (98.0%). 4096 x 20011: 98.0% (62.9%), log-softmax 98.0% (65.9%).
+    (24576, Parts(256, None)),
+    # 4096 x 30000: 98.1% (93.7%). 4096 x 32768: 98.7% (95.7%).
+    (32768, Parts(512, None)),
+    (None, Parts(128, 12, 96)),
+)
 # 8192 x 32000: 101.3 and 101.9% (99.6 and 97.8%). 8192 x 50257: 98.2 and 102.6% (94.8 and 98.3%). 4096 x 128256: 97.5
-# and 103.0% (80.5 and 79.1%).
+# and 103.0% (80.5 and 79.1%). 8192 x 17000 held by one program 90.4% (98.7%).
 _BACKWARD_PARTS: PartsTable = ((28672, None), (None, Parts(128, 8)))
+_BACKWARD_PARTS_2_BYTES: PartsTable = (
+    (8192, None),
+    # 8192 x 10000: 99.1% (95.8%). 8192 x 14000: 99.7% (98.6%). 4096 x 16384: 96.8% (95.9%), float16 97.2% (96.1%).
+    (16384, Parts(256, None, 128)),
+    *_BACKWARD_PARTS,
+)
 # 8192 x 50257: 101.2 and 101.8% (98.4 and 97.6%). 4096 x 128256: 103.9 and 102.5% (98.3 and 98.2%).
 _LOG_BACKWARD_PARTS: PartsTable = ((32768, None), (None, Parts(128, 8, 96)))
 _PARTS = {
-    ("forward", False, 2): _FORWARD_PARTS[2],
-    ("forward", True, 2): _FORWARD_PARTS[2],
-    ("forward", False, 4): _FORWARD_PARTS[4],
-    ("forward", True, 4): _FORWARD_PARTS[4],
-    ("backward", False, 2): _BACKWARD_PARTS,
+    ("forward", False, 2): _FORWARD_PARTS_2_BYTES,
+    ("forward", True, 2): _LOG_FORWARD_PARTS_2_BYTES,
+    ("forward", False, 4): _FORWARD_PARTS_4_BYTES,
+    ("forward", True, 4): _FORWARD_PARTS_4_BYTES,
+    ("backward", False, 2): _BACKWARD_PARTS_2_BYTES,
     ("backward", True, 2): _LOG_BACKWARD_PARTS,
     ("backward", False, 4): _BACKWARD_PARTS,
     ("backward", True, 4): _LOG_BACKWARD_PARTS,
@@ -468,10 +496,10 @@ def _plan(
     vector, edges = _vectors_and_edges(rows, classes, places)
     key, threads = (device.index, *dtypes), 32 * warps
     whole, loop, shared = _KERNELS[direction]
-    how = parts_of(_PARTS[direction, LOG, size], classes, size, vector) if had_better_share(device) else None
+    how = parts_of(_PARTS[direction, LOG, size], classes, size, vector) if had_better_hold(device) else None
     if how is not None:
         parts = how.of_row(classes, vector)
-        constants = LOG, how.chunks, how.lanes, vector, edges, patience(device.index)
+        constants = LOG, how.chunks, how.lanes, vector, edges, patience(device.index), parts > 1
         return _Plan(prepared(shared, key, constants, how.lanes, how.registers), rows * parts, (classes,), parts)
     if hold:
         of_forward = (ahead,) if direction == "forward" else ()
@@ -505,6 +533,8 @@ def _prepared(plan: _Plan, device: torch.device, rows: int, *strides: int) -> Ca
     numbers = *numbers, *strides
     if not parts:
         return lambda *tensors: launch(programs, tensors, *numbers)
+    if parts == 1:
+        return lambda *tensors: launch(programs, (*tensors, None), *numbers, parts)
     words = parts_words(rows, parts)
     return lambda *tensors: launch(programs, (*tensors, zeroed_words(words, device)), *numbers, parts)
 

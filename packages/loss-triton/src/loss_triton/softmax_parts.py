@@ -1,4 +1,4 @@
-"""Softmax and log-softmax over rows so wide that several programs share one; see ``parts``."""
+"""Softmax and log-softmax over rows that registers hold: of one program, or in parts of several; see ``parts``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import triton.language as tl
 
 from loss_triton.launch import kernel
 from loss_triton.parts import (
+    BESIDE_A_RESULT,
     chunks_of,
     clear,
     edges_of_part,
@@ -40,29 +41,30 @@ def softmax_fwd_parts_kernel(
     input_ptr, output_ptr, workspace_ptr,
     classes, input_stride: tl.int64, output_stride: tl.int64, parts,
     LOG: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
-    PATIENCE: tl.constexpr,
+    PATIENCE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """y = exp(x - max(x)) / sum(exp(x - max(x))), or its logarithm. One program per part of a row.
 
-    input_ptr, output_ptr: (rows, classes), floating point. workspace_ptr: int64 zeros, left so.
-    parts: of a row, CHUNKS vectors of each of LANES lanes; less than LANES.
+    input_ptr, output_ptr: (rows, classes), floating point. workspace_ptr: with SHARED int64 zeros, left so.
+    parts: of a row, CHUNKS vectors of each of LANES lanes; less than LANES, and without SHARED one.
     """
     WIDTH: tl.constexpr = LANES * VECTOR
-    row = (tl.program_id(0) // parts).to(tl.int64)
-    part = tl.program_id(0) % parts
+    row = (tl.program_id(0) // parts if SHARED else tl.program_id(0)).to(tl.int64)
+    part = tl.program_id(0) % parts if SHARED else 0
     x_row = input_ptr + row * input_stride
     head, body = body_of(x_row, classes, VECTOR, EDGES)
-    held = load_part(x_row, head, body, part, float("-inf"), VECTOR, WIDTH, CHUNKS)
+    held = load_part(x_row, head, body, part, float("-inf"), VECTOR, WIDTH, CHUNKS, BESIDE_A_RESULT)
     x_edge = load_edges(x_row, head, body, classes, part, float("-inf"), VECTOR, EDGES)
 
-    words_ptr = words_of_row(workspace_ptr, row, parts)
-    own_peak = peak_of_part(held, x_edge, EDGES, LANES)
-    own_total = tl.sum(totals_of_part(held, own_peak, LOG2_E, LANES), 0)
-    own_total += total_of_edges(x_edge, own_peak, LOG2_E, EDGES)
-    tell(words_ptr, part, message_of(own_peak, own_total))
-    peak, total, left = peak_and_total(
-        words_ptr, x_row, head, body, classes, parts, LOG2_E, PATIENCE, VECTOR, EDGES, LANES, CHUNKS
-    )  # fmt: skip
+    peak = peak_of_part(held, x_edge, EDGES, LANES)
+    total = tl.sum(totals_of_part(held, peak, LOG2_E, LANES), 0)
+    total += total_of_edges(x_edge, peak, LOG2_E, EDGES)
+    if SHARED:
+        words_ptr = words_of_row(workspace_ptr, row, parts)
+        tell(words_ptr, part, message_of(peak, total))
+        peak, total, left = peak_and_total(
+            words_ptr, x_row, head, body, classes, parts, LOG2_E, PATIENCE, VECTOR, EDGES, LANES, CHUNKS
+        )  # fmt: skip
 
     # Rounded to float32 a probability of 1 would show the approximation.
     FUSED: tl.constexpr = not LOG and output_ptr.dtype.element_ty.primitive_bitwidth == 16
@@ -74,7 +76,8 @@ def softmax_fwd_parts_kernel(
         store_chunk(y_row, y, head, body, part, chunk, VECTOR, WIDTH, CHUNKS)
     y_edge = normalized_row(x_edge, power, bias, normalizer, LOG, FUSED)
     _store_edges(y_row, y_edge, head, body, classes, part, VECTOR, EDGES)
-    clear(words_ptr, parts, left, LANES)
+    if SHARED:
+        clear(words_ptr, parts, left, LANES)
 
 
 @triton.jit
@@ -83,10 +86,15 @@ def _sums_of_chunk(g, y, LOG: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def _message_of(totals, g_edge, y_edge, LOG: tl.constexpr, EDGES: tl.constexpr):
+def _sum_of_part(totals, g_edge, y_edge, LOG: tl.constexpr, EDGES: tl.constexpr):
     total = tl.sum(totals, 0)
     if EDGES:
         total += tl.sum(tl.sum(summand(g_edge, y_edge, LOG), 1), 0)
+    return total
+
+
+@triton.jit
+def _message_of(total):
     # Beside the sum, which may be 0.0, what makes the word another.
     return message_of(tl.full((), 1.0, tl.float32), total)
 
@@ -101,12 +109,12 @@ def _message_of_other(
     WIDTH: tl.constexpr = LANES * VECTOR
     totals = tl.zeros((LANES,), tl.float32)
     for chunk in range(chunks_of(body, part, WIDTH, CHUNKS)):
-        g = load_chunk(g_row, head, body, part, chunk, 0.0, VECTOR, WIDTH, CHUNKS)
-        y = load_chunk(y_row, head, body, part, chunk, 0.0, VECTOR, WIDTH, CHUNKS)
+        g = load_chunk(g_row, head, body, part, chunk, 0.0, VECTOR, WIDTH, CHUNKS, BESIDE_A_RESULT)
+        y = load_chunk(y_row, head, body, part, chunk, 0.0, VECTOR, WIDTH, CHUNKS, BESIDE_A_RESULT)
         totals += _sums_of_chunk(g, y, LOG, LANES)
     g_edge = load_edges(g_row, head, body, classes, part, 0.0, VECTOR, EDGES)
     y_edge = load_edges(y_row, head, body, classes, part, 0.0, VECTOR, EDGES)
-    return _message_of(totals, g_edge, y_edge, LOG, EDGES)
+    return _message_of(_sum_of_part(totals, g_edge, y_edge, LOG, EDGES))
 
 
 @kernel
@@ -114,7 +122,7 @@ def softmax_bwd_parts_kernel(
     grad_output_ptr, output_ptr, grad_input_ptr, workspace_ptr,
     classes, grad_output_stride: tl.int64, output_stride: tl.int64, grad_input_stride: tl.int64, parts,
     LOG: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
-    PATIENCE: tl.constexpr,
+    PATIENCE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """dx = y * (g - sum(g * y)), or for the logarithm g - exp(y) * sum(g). One program per part of a row.
 
@@ -122,27 +130,29 @@ def softmax_bwd_parts_kernel(
     workspace_ptr and parts as in softmax_fwd_parts_kernel.
     """
     WIDTH: tl.constexpr = LANES * VECTOR
-    row = (tl.program_id(0) // parts).to(tl.int64)
-    part = tl.program_id(0) % parts
+    row = (tl.program_id(0) // parts if SHARED else tl.program_id(0)).to(tl.int64)
+    part = tl.program_id(0) % parts if SHARED else 0
     g_row = grad_output_ptr + row * grad_output_stride
     y_row = output_ptr + row * output_stride
     head, body = body_of(y_row, classes, VECTOR, EDGES)
-    g = load_part(g_row, head, body, part, 0.0, VECTOR, WIDTH, CHUNKS)
-    y = load_part(y_row, head, body, part, 0.0, VECTOR, WIDTH, CHUNKS)
+    g = load_part(g_row, head, body, part, 0.0, VECTOR, WIDTH, CHUNKS, BESIDE_A_RESULT)
+    y = load_part(y_row, head, body, part, 0.0, VECTOR, WIDTH, CHUNKS, BESIDE_A_RESULT)
     g_edge = load_edges(g_row, head, body, classes, part, 0.0, VECTOR, EDGES)
     y_edge = load_edges(y_row, head, body, classes, part, 0.0, VECTOR, EDGES)
 
-    words_ptr = words_of_row(workspace_ptr, row, parts)
     totals = tl.zeros((LANES,), tl.float32)
     for chunk in tl.static_range(CHUNKS):
         totals += _sums_of_chunk(g[chunk], y[chunk], LOG, LANES)
-    tell(words_ptr, part, _message_of(totals, g_edge, y_edge, LOG, EDGES))
-    words, left = learnt(
-        words_ptr, (g_row, y_row), head, body, classes, parts, LOG, _message_of_other,
-        PATIENCE, VECTOR, EDGES, LANES, CHUNKS,
-    )  # fmt: skip
-    _, totals = numbers_of(words)
-    total = tl.sum(totals, 0)
+    total = _sum_of_part(totals, g_edge, y_edge, LOG, EDGES)
+    if SHARED:
+        words_ptr = words_of_row(workspace_ptr, row, parts)
+        tell(words_ptr, part, _message_of(total))
+        words, left = learnt(
+            words_ptr, (g_row, y_row), head, body, classes, parts, LOG, _message_of_other,
+            PATIENCE, VECTOR, EDGES, LANES, CHUNKS,
+        )  # fmt: skip
+        _, totals = numbers_of(words)
+        total = tl.sum(totals, 0)
 
     dx_row = grad_input_ptr + row * grad_input_stride
     for chunk in tl.static_range(CHUNKS):
@@ -150,4 +160,5 @@ def softmax_bwd_parts_kernel(
         store_chunk(dx_row, dx, head, body, part, chunk, VECTOR, WIDTH, CHUNKS)
     dx_edge = input_gradient(g_edge, y_edge, total, LOG)
     _store_edges(dx_row, dx_edge, head, body, classes, part, VECTOR, EDGES)
-    clear(words_ptr, parts, left, LANES)
+    if SHARED:
+        clear(words_ptr, parts, left, LANES)
