@@ -376,7 +376,7 @@ def _plan(
         launch = prepared(cross_entropy_options_fwd_kernel, key, constants, lanes)
     elif how is not None and gradient:
         parts = how.of_row(classes, vector)
-        constants = kind, patience(index), vector, edges, how.lanes, how.chunks, parts > 1
+        constants = kind, patience(index), vector, edges, how.lanes, how.chunks, how.early, parts > 1
         launch = prepared(cross_entropy_fwd_grad_parts_kernel, key, constants, how.lanes, how.registers)
     elif how is not None:
         constants = reduce, kind, evicts, vector, edges, how.lanes, how.chunks

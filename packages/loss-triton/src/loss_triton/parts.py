@@ -176,13 +176,17 @@ def store_chunk(
 
 @triton.jit
 def load_part(
-    row_ptr, head, body, part, other,
-    VECTOR: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, EVICTION: tl.constexpr,
+    row_ptr, head, body, wanted, part, other,
+    VECTOR: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
-    """All chunks of a part."""
+    """All chunks of a part, `other` where there is no column or none is wanted.
+
+    wanted: all of the body or 0. One chunk in EARLY, the first ones, does not wait until it is known.
+    """
     held = ()
     for chunk in tl.static_range(CHUNKS):
-        loaded = load_chunk(row_ptr, head, body, part, chunk, other, VECTOR, WIDTH, CHUNKS, EVICTION)
+        width = body if chunk < tl.cdiv(CHUNKS, EARLY) else wanted
+        loaded = load_chunk(row_ptr, head, width, part, chunk, other, VECTOR, WIDTH, CHUNKS, EVICTION)
         # Triton has no (*held, loaded).
         held = held + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
     return held

@@ -53,7 +53,7 @@ def softmax_fwd_parts_kernel(
     part = tl.program_id(0) % parts if SHARED else 0
     x_row = input_ptr + row * input_stride
     head, body = body_of(x_row, classes, VECTOR, EDGES)
-    held = load_part(x_row, head, body, part, float("-inf"), VECTOR, WIDTH, CHUNKS, BESIDE_A_RESULT)
+    held = load_part(x_row, head, body, body, part, float("-inf"), VECTOR, WIDTH, CHUNKS, 1, BESIDE_A_RESULT)
     x_edge = load_edges(x_row, head, body, classes, part, float("-inf"), VECTOR, EDGES)
 
     peak = peak_of_part(held, x_edge, EDGES, LANES)
@@ -135,8 +135,8 @@ def softmax_bwd_parts_kernel(
     g_row = grad_output_ptr + row * grad_output_stride
     y_row = output_ptr + row * output_stride
     head, body = body_of(y_row, classes, VECTOR, EDGES)
-    g = load_part(g_row, head, body, part, 0.0, VECTOR, WIDTH, CHUNKS, BESIDE_A_RESULT)
-    y = load_part(y_row, head, body, part, 0.0, VECTOR, WIDTH, CHUNKS, BESIDE_A_RESULT)
+    g = load_part(g_row, head, body, body, part, 0.0, VECTOR, WIDTH, CHUNKS, 1, BESIDE_A_RESULT)
+    y = load_part(y_row, head, body, body, part, 0.0, VECTOR, WIDTH, CHUNKS, 1, BESIDE_A_RESULT)
     g_edge = load_edges(g_row, head, body, classes, part, 0.0, VECTOR, EDGES)
     y_edge = load_edges(y_row, head, body, classes, part, 0.0, VECTOR, EDGES)
 
