@@ -312,3 +312,27 @@ def test_who_reads_for_others_leaves_after_its_last_look(op, launched, monkeypat
         assert left not in looks
         # Programs run one after the other: the first finds no word but its own, the last all of them.
         assert len(looks) == count - 1 - program
+
+
+@pytest.mark.skipif(devices.HAS_GPU, reason="follows the interpreter")
+@pytest.mark.parametrize("launched", [(in_parts, 0), (whole, 0)], indirect=True, ids=["parts", "whole"])
+@pytest.mark.parametrize(("lanes", "gradient", "read"), [(32, True, 512), (512, True, 1024), (32, False, 1024)])
+def test_how_much_of_an_ignored_row_is_read(lanes, gradient, read, launched, monkeypatch, device):
+    """With a gradient half, where other programs have the multiprocessor meanwhile; its loss alone is asked for whole."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    places, load = [], builder.create_masked_load
+
+    def noting(ptrs, mask, *how):
+        places.extend(ptrs.data[mask.data].ravel().tolist())
+        return load(ptrs, mask, *how)
+
+    x = torch.randn(2, 1024)
+    monkeypatch.setattr(builder, "create_masked_load", noting)
+    # The table's choice for so many lanes, with the small parts of this file.
+    monkeypatch.setattr(schedules.Parts, "early", schedules.Parts(lanes, 2).early)
+    if not gradient:
+        monkeypatch.setattr(cross_entropy, "parts_of", whole)
+    forward(x, torch.tensor([-100, 5]), torch.empty_like(x) if gradient else None)
+    of_rows = [len({place for place in places if 0 <= place - row.data_ptr() < 4096}) for row in x]
+    assert of_rows == [read, 1024]
