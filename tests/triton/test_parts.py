@@ -318,7 +318,7 @@ def test_who_reads_for_others_leaves_after_its_last_look(op, launched, monkeypat
 @pytest.mark.parametrize("launched", [(in_parts, 0), (whole, 0)], indirect=True, ids=["parts", "whole"])
 @pytest.mark.parametrize(("lanes", "gradient", "read"), [(32, True, 512), (512, True, 1024), (32, False, 1024)])
 def test_how_much_of_an_ignored_row_is_read(lanes, gradient, read, launched, monkeypatch, device):
-    """With a gradient half, where other programs have the multiprocessor meanwhile; its loss alone is asked for whole."""
+    """With a gradient half, where other programs have the multiprocessor meanwhile; for the loss alone all."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
     places, load = [], builder.create_masked_load

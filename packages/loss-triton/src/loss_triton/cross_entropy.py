@@ -263,7 +263,7 @@ class _Plan(NamedTuple):
         launch: of the kernel.
         plain: whether that is one of the plain kernels.
         denominator: of the reduction.
-        parts: programs that share a row; 0 for a kernel that has one for each.
+        parts: of a row, each a program's; 0 for a kernel that knows none.
     """
 
     launch: Launch
@@ -363,33 +363,51 @@ def _plan(
     )
     key = index, dtype, target_dtype, of_row
     plain = not weighted and not stats and _is_plain(options)
-    table = (GRADIENT_PARTS if gradient else FORWARD_PARTS)[dtype.itemsize]
-    how = parts_of(table, classes, dtype.itemsize, vector) if had_better_hold(device) else None
-    evicts = evicts_first(rows_bits, classes, dtype.itemsize, held=how is not None)
-    parts = 0
-    if not plain:
-        lanes, block, hold, _ = options_schedule(classes, vector)
-        constants: tuple[Any, ...] = (
-            reduce, kind, patience(index), weighted, options.label_smoothing > 0, options.softcap is not None,
-            options.total_classes is not None, stats, gradient, vector, edges, lanes, block, hold,
-        )  # fmt: skip
-        launch = prepared(cross_entropy_options_fwd_kernel, key, constants, lanes)
-    elif how is not None and gradient:
+    if plain:
+        launch, parts = _plain_launch(
+            device, key, dtype.itemsize, classes, rows_bits, vector, edges, reduce, kind, gradient=gradient
+        )
+        return _Plan(launch, plain, denominator, parts)
+    lanes, block, hold, _ = options_schedule(classes, vector)
+    constants = (
+        reduce, kind, patience(index), weighted, options.label_smoothing > 0, options.softcap is not None,
+        options.total_classes is not None, stats, gradient, vector, edges, lanes, block, hold,
+    )  # fmt: skip
+    return _Plan(prepared(cross_entropy_options_fwd_kernel, key, constants, lanes), plain, denominator)
+
+
+def _plain_launch(
+    device: torch.device,
+    key: tuple[Any, ...],
+    size: int,
+    classes: int,
+    rows_bits: int,
+    vector: int,
+    edges: bool,
+    reduce: bool,
+    kind: int,
+    *,
+    gradient: bool,
+) -> tuple[Launch, int]:
+    """The launch of a plain kernel, and the parts of a row; 0 for a kernel that knows none."""
+    table = (GRADIENT_PARTS if gradient else FORWARD_PARTS)[size]
+    how = parts_of(table, classes, size, vector) if had_better_hold(device) else None
+    evicts = evicts_first(rows_bits, classes, size, held=how is not None)
+    constants: tuple[Any, ...]
+    if how is not None and gradient:
         parts = how.of_row(classes, vector)
-        constants = kind, patience(index), vector, edges, how.lanes, how.chunks, how.early, parts > 1
-        launch = prepared(cross_entropy_fwd_grad_parts_kernel, key, constants, how.lanes, how.registers)
-    elif how is not None:
+        constants = kind, patience(device.index), vector, edges, how.lanes, how.chunks, how.early, parts > 1
+        return prepared(cross_entropy_fwd_grad_parts_kernel, key, constants, how.lanes, how.registers), parts
+    if how is not None:
         constants = reduce, kind, evicts, vector, edges, how.lanes, how.chunks
-        launch = prepared(cross_entropy_fwd_whole_kernel, key, constants, how.lanes, how.registers)
-    elif gradient:
-        lanes, block, hold, ahead = gradient_schedule(classes, dtype.itemsize, vector, l2_cache_size(device))
-        constants = kind, patience(index), vector, edges, lanes, block, hold, ahead
-        launch = prepared(cross_entropy_fwd_grad_kernel, key, constants, lanes)
-    else:
-        lanes, block, hold, _ = forward_schedule(classes, dtype.itemsize, vector)
-        constants = reduce, kind, evicts, vector, edges, lanes, block, hold
-        launch = prepared(cross_entropy_fwd_kernel, key, constants, lanes)
-    return _Plan(launch, plain, denominator, parts)
+        return prepared(cross_entropy_fwd_whole_kernel, key, constants, how.lanes, how.registers), 0
+    if gradient:
+        lanes, block, hold, ahead = gradient_schedule(classes, size, vector, l2_cache_size(device))
+        constants = kind, patience(device.index), vector, edges, lanes, block, hold, ahead
+        return prepared(cross_entropy_fwd_grad_kernel, key, constants, lanes), 0
+    lanes, block, hold, _ = forward_schedule(classes, size, vector)
+    constants = reduce, kind, evicts, vector, edges, lanes, block, hold
+    return prepared(cross_entropy_fwd_kernel, key, constants, lanes), 0
 
 
 def cross_entropy_prepare(
