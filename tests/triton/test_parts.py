@@ -51,7 +51,7 @@ def launched(request, monkeypatch):
     And their words.
     """
     how, patience = request.param
-    names, words = [], []
+    names, words, needing = [], [], []
 
     def zeroed_words(count, device, *stream):
         words.append(torch.zeros(count, dtype=torch.int64, device=device))
@@ -59,6 +59,11 @@ def launched(request, monkeypatch):
 
     def run(self, *arguments):
         names.append(self._jit.__name__)
+        parameters = self._jit.arg_names
+        constants = dict(zip(parameters[-len(self._constants) :], self._constants, strict=True))
+        # A loss that is summed needs words, and a row that programs share.
+        summed = constants.get("REDUCE", "cross_entropy" in names[-1])
+        needing.append("workspace_ptr" in parameters and (summed or constants.get("SHARED", False)))
         call(self, *arguments)
 
     call = Launch.__call__
@@ -73,7 +78,7 @@ def launched(request, monkeypatch):
     forget()
     assert all("_parts_" in name or "_whole_" in name for name in names)
     assert names
-    assert len(words) <= len(names)
+    assert len(words) == sum(needing)
     assert not any(used.any() for used in words)
 
 
@@ -273,7 +278,9 @@ def test_parts_make_a_row(name):
             assert vector > 1
             count = how.of_row(classes, vector)
             assert count < how.lanes <= 1024
-            # The loss alone has no kernel whose programs share rows.
+            # What has no number of chunks is held by one program, and the loss alone has no kernel for anything else.
+            entry = next(entry for up_to, entry in table if up_to is None or max(1, classes) <= up_to)
+            assert (count == 1) == (entry.chunks is None)
             assert count == 1 or not name.startswith("loss alone")
             # A program's registers are those of a multiprocessor at most, and what is held takes some.
             assert how.registers is None or how.chunks * vector * size // 4 < how.registers <= 65536 // how.lanes
