@@ -222,10 +222,14 @@ MEASURED_SOFTMAX = (
     Measured(1, False, 1537, 3072, Schedule(256, 256, 2, 1, 2, 6, 1)),
     # 8192 x 32000: 97.7% (90.8%).
     Measured(1, False, 3073, 4096, Schedule(256, 256, 2, 1, 2, 4, 1)),
+    # 8192 x 40960: 100.6%, as wider rows 93.4%.
+    Measured(1, False, 4097, 7168, Schedule(128, 128, 4, 1, 2, 8, 1)),
     # 4096 x 65536: 97.0% (86.2%), two blocks of 512 97.2%; 4096 x 32768 float32: 96.8%, with four vectors a step 97.1%.
-    Measured(1, False, 4097, 8192, Schedule(256, 256, 4, 1, 2, 4, 1)),
+    Measured(1, False, 7169, 8192, Schedule(256, 256, 4, 1, 2, 4, 1)),
+    # 4096 x 100352: 100.4%, as wider rows 93.5%.
+    Measured(1, False, 8193, 14336, Schedule(128, 128, 8, 1, 2, 7, 1)),
     # 4096 x 128256: 99.6% (91.5%); four vectors a step have no registers: 91.4%. 4096 x 151936: 99.4% (92.3%).
-    Measured(1, False, 8193, 19200, Schedule(256, 256, 8, 1, 2, 4, 1)),
+    Measured(1, False, 14337, 19200, Schedule(256, 256, 8, 1, 2, 4, 1)),
     # 1024 x 262144: 95.8% (71.9%).
     Measured(1, False, 19201, 32768, Schedule(256, 256, 8, 1, 2, 3, 1)),
     # Forward, ragged. 65536 x 1001: 89.4%, with 16 blocks a multiprocessor 88.0%.
@@ -252,10 +256,14 @@ MEASURED_SOFTMAX = (
     Measured(2, False, 257, 512, Schedule(64, 64, 1, 1, 4, 12, 1)),
     # 4096 x 8192: 91.0% (88.4%).
     Measured(2, False, 513, 1024, Schedule(128, 128, 1, 1, 2, 8, 1)),
+    # 16384 x 10240: 102.0%, as wider rows 100.9%.
+    Measured(2, False, 1025, 1280, Schedule(128, 128, 2, 1, 1, 8, 1)),
     # 4096 x 16384: 96.9% (92.7%).
-    Measured(2, False, 1025, 2048, Schedule(256, 256, 2, 1, 2, 4, 1)),
-    # 8192 x 32000: 102.9% (98.4%).
-    Measured(2, False, 2049, 4096, Schedule(256, 256, 4, 1, 2, 4, 1)),
+    Measured(2, False, 1281, 2048, Schedule(256, 256, 2, 1, 2, 4, 1)),
+    # 8192 x 20480: 102.2%, as wider rows 96.5%.
+    Measured(2, False, 2049, 2560, Schedule(128, 128, 4, 1, 1, 8, 1)),
+    # 8192 x 32000: 102.9% (98.4%); 8192 x 24576: 103.0%.
+    Measured(2, False, 2561, 4096, Schedule(256, 256, 4, 1, 2, 4, 1)),
     # 4096 x 65536: 102.4% (97.7%); 4096 x 32768 float32: 102.4% (97.6%).
     Measured(2, False, 4097, 8192, Schedule(256, 256, 4, 1, 4, 3, 1)),
     # 4096 x 128256: 103.7% (99.4% with clusters of four that stay). 4096 x 151936, two blocks a multiprocessor: 104.0%.
@@ -393,16 +401,29 @@ PLAIN = (
     Width(256, _held(64, 1, 1, 22), _held(64, 1, 1, 20)),
     # 32768 x 4096: 88.9 and 92.3% (73.8, 82.8%), with 64 threads 87.3 and 90.8%.
     Width(512, _held(128, 1, 1, 12), _held(128, 1, 1, 10)),
+    # 32768 x 5120: 91.6%; two vectors a step, which 640 are no multiple of for 128 threads, 88.4%.
+    Width(640, _held(128, 1, 1, 10), _held(128, 1, 1, 10)),
     # 32768 x 8192: 94.4 and 96.5% (93.2, 95.2%); 4096 x 8192: 68.3 and 76.7% (65.1, 73.7%).
     Width(1024, _held(128, 1, 2, 10), _held(128, 1, 1, 10)),
-    # 4096 x 16384: 80.8 and 87.9% (77.8, 84.4%), clusters of two 81.3 and 87.8%.
+    # 16384 x 9216: 93.0%, as wider rows 81.8%; 16384 x 10240: 93.7 and 87.6%.
+    Width(1280, _held(128, 1, 2, 10), _held(256, 1, 1, 5)),
+    # 4096 x 16384: 80.8 and 87.9% (77.8, 84.4%), clusters of two 81.3 and 87.8%. 16384 x 12288: 95.4%, with 128 threads
+    # 94.8%.
     Width(2048, _held(256, 1, 2, 5), _held(256, 1, 1, 5)),
+    # 8192 x 20480: 94.2%, as wider rows 85.3%; 8192 x 24576: 95.1 and 94.1%; 8192 x 28672: 95.8 and 95.3%.
+    Width(3584, _held(128, 2, 2, 8), _held(256, 2, 1, 5)),
     # 8192 x 32000: 94.6 and 97.0% (93.2, 95.7%); four blocks of 128 94.8 and 96.9%, one of 512 92.1%.
     Width(4096, _held(256, 2, 2, 5), _held(256, 2, 1, 5)),
-    # 4096 x 32768 float32: 94.7 and 97.4% (93.2, 95.7%), four blocks of 256 93.9 and 97.4%.
+    # 8192 x 40960: 97.9%, by eight blocks of 128 threads 82.2%; 8192 x 49152: 98.5 and 90.3%; 8192 x 57344: 99.0 and
+    # 92.1%; 4096 x 20480 float32: 94.5 and 84.8%.
     # 8192 x 50257: 93.5 and 96.9% (89.5, 95.0%), four blocks 85.4%.
-    Width(8192, _held(128, 8, 2, 9), _held(256, 2, 1, 4)),
-    # 4096 x 128256: 96.9 and 99.1% (92.1, 97.2%); 8192 x 151936: 99.4 and 100.1% (95.4, 97.8%).
+    Width(7168, _held(128, 4, 2, 8), _held(256, 2, 1, 4)),
+    # 4096 x 32768 float32: 97.2%, by eight blocks of 128 threads 97.3%; 4096 x 65536: 96.6 and 94.7%.
+    Width(8192, _held(256, 4, 2, 5), _held(256, 2, 1, 4)),
+    # 4096 x 81920: 97.5%, as wider rows 83.7%; 4096 x 100352: 96.0 and 86.1%.
+    Width(14336, _held(128, 8, 2, 7), _held(256, 8, 1, 5)),
+    # 4096 x 128256: 96.9 and 99.1% (92.1, 97.2%); 8192 x 151936: 99.4 and 100.1% (95.4, 97.8%); with 128 threads 98.4
+    # and 98.5% where these have 98.0 and 100.8%.
     Width(19200, _held(256, 8, 2, 5), _held(256, 8, 1, 5)),
     # A ragged row may have up to two vectors more than an aligned one.
     Width(32770, _held(256, 8, 2, 3), _held(256, 8, 1, 3)),
@@ -414,10 +435,19 @@ PLAIN = (
 LOSS_ALONE = (
     Width(256, None, None),
     Width(512, _streamed(64, 4, 16), None),
+    # 32768 x 5120: 84.3%, as with a gradient 79.6%.
+    Width(640, _held(64, 1, 2, 16), None),
+    Width(1280, None, None),
+    # Six blocks a multiprocessor, not five. 16384 x 12288: 90.5 and 88.9%; 16384 x 14336: 90.4 and 86.7%; but 4096 x
+    # 16384: 73.9 and 74.7%.
+    Width(1792, _held(256, 1, 2, 6), None),
     Width(2048, None, None),
-    Width(4096, None, _streamed(128, 4, 8)),
-    # Float32 with eight blocks of 128 threads 91%.
-    Width(8192, _held(256, 4, 2, 5), _streamed(128, 4, 8)),
+    Width(3584, None, _streamed(128, 4, 8)),
+    # 8192 x 32000: 92.5 and 90.8%; four vectors a step 73.0%, for want of registers.
+    Width(4096, _held(256, 2, 2, 6), _streamed(128, 4, 8)),
+    Width(7168, None, _streamed(128, 4, 8)),
+    # 4096 x 32768 float32: 95.8 and 94.7%; streamed by eight blocks of 128 threads 91%. 4096 x 65536: 90.6 and 85.5%.
+    Width(8192, _held(256, 4, 2, 6), _streamed(128, 4, 8)),
     # With 512 threads 92.6%, with two vectors a step 94.4%.
     Width(LARGEST, _streamed(256, 4, 4), _streamed(256, 4, 4)),
 )
@@ -426,7 +456,10 @@ LOSS_ALONE = (
 # calls on an H100, held and streamed: 8192 x 50257 97.5 and 94.5%, 4096 x 128256 101.7 and 97.5%. Other widths follow
 # the nearest of these.
 SMALLER_L2 = 60 * 2**20
-LOSS_ALONE_SMALLER_L2 = (*LOSS_ALONE[:3], Width(4096, None, None), Width(8192, _held(256, 4, 2, 5), None))
+LOSS_ALONE_SMALLER_L2 = (
+    *(width for width in LOSS_ALONE if width.most <= 2048), Width(7168, None, None),
+    Width(8192, _held(256, 4, 2, 5), None),
+)  # fmt: skip
 
 # Rows up to which there is a block for each: blocks, and what the loops over rows count to, stay below 2**31.
 MOST_PLAIN_ROWS = 2**27
