@@ -52,8 +52,8 @@ import importlib
 import loss_triton
 from loss_core.backend import CrossEntropyOptions
 
-def shared(table, classes, size, vector):
-    how = parts_of(table, classes, size, vector)
+def shared(table, classes, held, vector):
+    how = parts_of(table, classes, held, vector)
     # The other compiler takes no number of registers.
     return how if how is None or {target!r}[0] == "cuda" else how._replace(registers=None)
 
@@ -91,6 +91,7 @@ hold(False)
 cross_entropy(20001, torch.bfloat16, "mean", False, False)
 x = torch.empty(4, 20001, dtype=torch.bfloat16)
 loss_triton.softmax_forward(x, torch.empty_like(x))
+loss_triton.softmax_backward(x, x, torch.empty_like(x))
 hold(True)
 cross_entropy(20001, torch.bfloat16, "mean", False, False)
 cross_entropy(50257, torch.bfloat16, "mean", False, False)
@@ -163,3 +164,10 @@ def test_what_is_launched_early_waits_before_it_touches_memory(target, reported)
             assert early == waits, name
             assert (accesses[0] == "griddepcontrol.wait") == waits, name
             assert accesses.count("griddepcontrol.wait") == waits, name
+
+
+def test_programs_that_wait_for_their_target_foresee_those_to_come(target, reported):
+    """Where a row is held for its gradient; other kernels ask for theirs before they know the target."""
+    compiled, _ = reported
+    foreseeing = {name for name, binaries in compiled.items() if any("prefetch.global.L1" in a for _, a in binaries)}
+    assert foreseeing == ({"cross_entropy_fwd_grad_parts_kernel"} if TARGETS[target][0] == "cuda" else set())

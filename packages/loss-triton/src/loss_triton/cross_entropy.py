@@ -39,22 +39,21 @@ from loss_triton.denominator import (
     denominator_of_gradient,
     end_counting,
     start_counting,
-    store_loss,
-    store_row,
     sum_and_count,
     supply,
 )
 from loss_triton.launch import Launch, can_depend, had_better_hold, kernel, patience, prepared, refuse_float64
 from loss_triton.parts import SECTOR, parts_words
+from loss_triton.reduction import store_loss, store_row
 from loss_triton.rows import (
     LOG2_E,
     argument_of,
     block_columns,
-    body_of,
     edge_columns,
     finite_or_zero,
     fused,
     online_sum,
+    row_of,
     vectors,
     zero_row,
 )
@@ -93,10 +92,9 @@ def cross_entropy_fwd_kernel(
     EVICT: whether the caches are told to evict first what has been read.
     """
     row = tl.program_id(0)
-    target = tl.load(target_ptr + row).to(tl.int64)
-    live = target != ignore_index
-    row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
-    head, body = body_of(row_ptr, classes, VECTOR, EDGES)
+    target, live, row_ptr, head, body = row_of(
+        logits_ptr, target_ptr, row, classes, logits_stride, ignore_index, VECTOR, EDGES
+    )
     # The row's end is asked for before the target has come, and used last.
     # The blocks before the held part are read without a mask, so they may not reach beyond it.
     tl.static_assert(BLOCK <= HOLD)
@@ -153,11 +151,10 @@ def cross_entropy_fwd_grad_kernel(
     AHEAD: whether the second sweep asks for a block before it writes the one before that.
     """
     row = tl.program_id(0)
-    target = tl.load(target_ptr + row).to(tl.int64)
-    live = target != ignore_index
-    row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
+    target, live, row_ptr, head, body = row_of(
+        logits_ptr, target_ptr, row, classes, logits_stride, ignore_index, VECTOR, EDGES
+    )
     grad_row_ptr = grad_ptr + tl.cast(row, tl.int64) * grad_stride
-    head, body = body_of(row_ptr, classes, VECTOR, EDGES)
     # The blocks before the held part are read without a mask, so they may not reach beyond it.
     tl.static_assert(BLOCK <= HOLD)
     blocks = tl.cdiv(tl.maximum(body - HOLD, 0), BLOCK)
@@ -364,9 +361,7 @@ def _plan(
     key = index, dtype, target_dtype, of_row
     plain = not weighted and not stats and _is_plain(options)
     if plain:
-        launch, parts = _plain_launch(
-            device, key, dtype.itemsize, classes, rows_bits, vector, edges, reduce, kind, gradient=gradient
-        )
+        launch, parts = _plain_launch(device, key, classes, rows_bits, vector, edges, reduce, kind, gradient=gradient)
         return _Plan(launch, plain, denominator, parts)
     lanes, block, hold, _ = options_schedule(classes, vector)
     constants = (
@@ -379,7 +374,6 @@ def _plan(
 def _plain_launch(
     device: torch.device,
     key: tuple[Any, ...],
-    size: int,
     classes: int,
     rows_bits: int,
     vector: int,
@@ -390,21 +384,21 @@ def _plain_launch(
     gradient: bool,
 ) -> tuple[Launch, int]:
     """The launch of a plain kernel, and the parts of a row; 0 for a kernel that knows none."""
+    size = key[1].itemsize
     table = (GRADIENT_PARTS if gradient else FORWARD_PARTS)[size]
     how = parts_of(table, classes, size, vector) if had_better_hold(device) else None
-    evicts = evicts_first(rows_bits, classes, size, held=how is not None)
     constants: tuple[Any, ...]
-    if how is not None and gradient:
-        parts = how.of_row(classes, vector)
-        constants = kind, patience(device.index), vector, edges, how.lanes, how.chunks, how.early, parts > 1
-        return prepared(cross_entropy_fwd_grad_parts_kernel, key, constants, how.lanes, how.registers), parts
-    if how is not None:
-        constants = reduce, kind, evicts, vector, edges, how.lanes, how.chunks
-        return prepared(cross_entropy_fwd_whole_kernel, key, constants, how.lanes, how.registers), 0
     if gradient:
+        if how is not None:
+            constants = kind, patience(device.index), vector, edges, how.lanes, how.chunks, how.early, how.programs > 1
+            return prepared(cross_entropy_fwd_grad_parts_kernel, key, constants, how.lanes, how.registers), how.programs
         lanes, block, hold, ahead = gradient_schedule(classes, size, vector, l2_cache_size(device))
         constants = kind, patience(device.index), vector, edges, lanes, block, hold, ahead
         return prepared(cross_entropy_fwd_grad_kernel, key, constants, lanes), 0
+    evicts = evicts_first(rows_bits, classes, size, held=how is not None)
+    if how is not None:
+        constants = reduce, kind, evicts, vector, edges, how.lanes, how.chunks
+        return prepared(cross_entropy_fwd_whole_kernel, key, constants, how.lanes, how.registers), 0
     lanes, block, hold, _ = forward_schedule(classes, size, vector)
     constants = reduce, kind, evicts, vector, edges, lanes, block, hold
     return prepared(cross_entropy_fwd_kernel, key, constants, lanes), 0

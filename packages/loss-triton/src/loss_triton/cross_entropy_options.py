@@ -21,9 +21,9 @@ from loss_triton.denominator import (
     denominator_of_gradient,
     end_counting,
     start_counting,
-    store_loss,
 )
 from loss_triton.launch import kernel
+from loss_triton.reduction import store_loss
 from loss_triton.rows import (
     LOG2_E,
     block_columns,
@@ -31,6 +31,7 @@ from loss_triton.rows import (
     edge_columns,
     finite_or_zero,
     online_sum,
+    row_of,
     softcapped,
     vectors,
     zero_row,
@@ -136,10 +137,9 @@ def cross_entropy_options_fwd_kernel(
     total_classes.
     """
     row = tl.program_id(0)
-    target = tl.load(target_ptr + row).to(tl.int64)
-    live = target != ignore_index
-    row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
-    head, body = body_of(row_ptr, classes, VECTOR, EDGES)
+    target, live, row_ptr, head, body = row_of(
+        logits_ptr, target_ptr, row, classes, logits_stride, ignore_index, VECTOR, EDGES
+    )
     # The blocks before the held part are read without a mask, so they may not reach beyond it.
     tl.static_assert(BLOCK <= HOLD)
     blocks = tl.cdiv(tl.maximum(body - HOLD, 0), BLOCK)
@@ -235,7 +235,7 @@ def cross_entropy_options_fwd_kernel(
                 number, rows, classes, ignore_index, KIND, LANES,
             )  # fmt: skip
             if STATS:
-                sum_of_z_losses, live_rows = sum_of_slices(words_of(workspace_ptr, rows, 1), rows)
+                sum_of_z_losses, _ = sum_of_slices(words_of(workspace_ptr, rows, 1), rows)
                 tl.store(z_loss_ptr, sum_of_z_losses / divisor)
             if GRAD:
                 end_counting(workspace_ptr, live_rows, rows, KIND)

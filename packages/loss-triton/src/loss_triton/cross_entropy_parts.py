@@ -14,8 +14,6 @@ from loss_triton.denominator import (
     denominator_of_gradient,
     end_counting,
     start_counting,
-    store_loss,
-    store_row,
     sum_and_count,
 )
 from loss_triton.launch import kernel
@@ -25,6 +23,7 @@ from loss_triton.parts import (
     edges_of_part,
     load_edges,
     load_part,
+    load_part_if,
     message_of,
     peak_and_total,
     peak_of_part,
@@ -34,13 +33,15 @@ from loss_triton.parts import (
     totals_of_part,
     words_of_row,
 )
+from loss_triton.reduction import store_loss, store_row
 from loss_triton.rows import (
     LOG2_E,
     argument_of,
-    body_of,
     finite_or_zero,
+    foresee,
     fused,
     opaque,
+    row_of,
 )
 from loss_triton.total import publish, sum_slice, words_of
 
@@ -73,31 +74,29 @@ def cross_entropy_fwd_whole_kernel(
 ):  # fmt: skip
     """loss = lse - x[target], as ``cross_entropy_fwd_kernel``, whose arguments it has. One program holds a row.
 
-    CHUNKS vectors of each of LANES lanes are at least a row.
+    CHUNKS: vectors of each of LANES lanes that a row is, and no fewer.
     """
     row = tl.program_id(0)
-    target = tl.load(target_ptr + row).to(tl.int64)
-    live = target != ignore_index
-    row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
-    head, body = body_of(row_ptr, classes, VECTOR, EDGES)
-    # All of the row, though it may be ignored: to wait for the target costs 3 to 8 points where nothing is written.
-    held = load_part(
-        row_ptr, head, body, body, 0, float("-inf"), VECTOR, LANES * VECTOR, CHUNKS, 1, "evict_first" if EVICT else ""
+    target, live, row_ptr, head, body = row_of(
+        logits_ptr, target_ptr, row, classes, logits_stride, ignore_index, VECTOR, EDGES
     )
+    # All of the row, though it may be ignored: to wait for the target costs 3 to 8 points where nothing is written. No
+    # branch on it either, into which the compiler would move what is asked for.
+    held = load_part(
+        row_ptr, head, body, 0, float("-inf"), VECTOR, LANES * VECTOR, CHUNKS, "evict_first" if EVICT else "",
+        CHUNKS - 1 - EDGES,
+    )  # fmt: skip
     x_edge = load_edges(row_ptr, head, body, classes, 0, float("-inf"), VECTOR, EDGES)
-    loss = 0.0
-    lse = 0.0
-    if live:
-        # A target out of range reads nothing and makes its row NaN.
-        valid = (target >= 0) & (target < classes)
-        x_target = tl.load(row_ptr + target, mask=valid, other=float("nan")).to(tl.float32)
-        log2_scale = logit_scale * LOG2_E
-        peak = peak_of_part(held, x_edge, EDGES, LANES)
-        total = tl.sum(totals_of_part(held, peak, log2_scale, LANES), 0)
-        total += total_of_edges(x_edge, peak, log2_scale, EDGES)
-        peak = finite_or_zero(peak)
-        lse = peak * logit_scale + tl.log(total)
-        loss = tl.log(total) - (x_target - peak) * logit_scale
+    # A target out of range reads nothing and makes its row NaN.
+    valid = (target >= 0) & (target < classes)
+    x_target = tl.load(row_ptr + target, mask=valid, other=float("nan")).to(tl.float32)
+    log2_scale = logit_scale * LOG2_E
+    peak = peak_of_part(held, x_edge, EDGES, LANES)
+    total = tl.sum(totals_of_part(held, peak, log2_scale, LANES), 0)
+    total += total_of_edges(x_edge, peak, log2_scale, EDGES)
+    peak = finite_or_zero(peak)
+    lse = tl.where(live, peak * logit_scale + tl.log(total), 0.0)
+    loss = tl.where(live, tl.log(total) - (x_target - peak) * logit_scale, 0.0)
     tl.store(lse_ptr + row, lse)
     store_row(
         row, loss, live, workspace_ptr, target_ptr, of_row_ptr, denominator_ptr, denominator_at, loss_ptr,
@@ -122,15 +121,14 @@ def cross_entropy_fwd_grad_parts_kernel(
     WIDTH: tl.constexpr = LANES * VECTOR
     row = tl.program_id(0) // parts if SHARED else tl.program_id(0)
     part = tl.program_id(0) % parts if SHARED else 0
-    target = tl.load(target_ptr + row).to(tl.int64)
-    live = target != ignore_index
-    row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
-    grad_row_ptr = grad_ptr + tl.cast(row, tl.int64) * grad_stride
-    head, body = body_of(row_ptr, classes, VECTOR, EDGES)
-    held = load_part(
-        row_ptr, head, body, tl.where(live, body, 0), part, float("-inf"), VECTOR, WIDTH, CHUNKS, EARLY, BESIDE_A_RESULT
+    target, live, row_ptr, head, body = row_of(
+        logits_ptr, target_ptr, row, classes, logits_stride, ignore_index, VECTOR, EDGES
     )
+    grad_row_ptr = grad_ptr + tl.cast(row, tl.int64) * grad_stride
+    held = load_part_if(live, row_ptr, head, body, part, float("-inf"), VECTOR, WIDTH, CHUNKS, EARLY, BESIDE_A_RESULT)
     x_edge = load_edges(row_ptr, head, body, classes, part, float("-inf"), VECTOR, EDGES)
+    if EARLY > 1:
+        foresee(target_ptr, row, rows, LANES)
     words = start_counting(workspace_ptr, target_ptr, rows, ignore_index, KIND, LANES)
 
     valid = (target >= 0) & (target < classes)

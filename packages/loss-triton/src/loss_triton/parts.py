@@ -140,7 +140,8 @@ def learnt(
 
 
 # A part is a tuple of chunks, a vector for each lane: arithmetic that took all of it at a time would take registers for
-# all of it as float32, several times.
+# all of it as float32, several times. Of a row that one program holds alone all chunks but the last are full, or with
+# edges all but two: FULL says of how many that is taken for known, which saves masks and what they leave out.
 
 
 @triton.jit
@@ -167,27 +168,49 @@ def load_chunk(
 
 @triton.jit
 def store_chunk(
-    row_ptr, values, head, body, part, chunk, VECTOR: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr
+    row_ptr, values, head, body, part, chunk,
+    VECTOR: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, FULL: tl.constexpr = 0,
 ):  # fmt: skip
     """Write a chunk."""
     ptr, inside = chunk_of(row_ptr, head, body, part, chunk, VECTOR, WIDTH, CHUNKS)
-    tl.store(ptr, values.to(row_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+    values = values.to(row_ptr.dtype.element_ty)
+    if chunk < FULL:
+        tl.store(ptr, values, eviction_policy="evict_first")
+    else:
+        tl.store(ptr, values, mask=inside, eviction_policy="evict_first")
 
 
 @triton.jit
 def load_part(
-    row_ptr, head, body, wanted, part, other,
+    row_ptr, head, body, part, other,
+    VECTOR: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, EVICTION: tl.constexpr, FULL: tl.constexpr = 0,
+):  # fmt: skip
+    """All chunks of a part, `other` where there is no column."""
+    held = ()
+    for chunk in tl.static_range(CHUNKS):
+        if chunk < FULL:
+            ptr, _ = chunk_of(row_ptr, head, body, part, chunk, VECTOR, WIDTH, CHUNKS)
+            loaded = tl.load(ptr, eviction_policy=EVICTION)
+        else:
+            loaded = load_chunk(row_ptr, head, body, part, chunk, other, VECTOR, WIDTH, CHUNKS, EVICTION)
+        # Triton has no (*held, loaded).
+        held = held + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
+    return held
+
+
+@triton.jit
+def load_part_if(
+    wanted, row_ptr, head, body, part, other,
     VECTOR: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
-    """All chunks of a part, `other` where there is no column or none is wanted.
+    """The same of a part that is wanted; of another something.
 
-    wanted: all of the body or 0. One chunk in EARLY, the first ones, does not wait until it is known.
+    One chunk in EARLY, the first ones, does not wait until it is known whether the part is wanted.
     """
     held = ()
     for chunk in tl.static_range(CHUNKS):
-        width = body if chunk < tl.cdiv(CHUNKS, EARLY) else wanted
+        width = body if chunk < tl.cdiv(CHUNKS, EARLY) else tl.where(wanted, body, 0)
         loaded = load_chunk(row_ptr, head, width, part, chunk, other, VECTOR, WIDTH, CHUNKS, EVICTION)
-        # Triton has no (*held, loaded).
         held = held + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
     return held
 

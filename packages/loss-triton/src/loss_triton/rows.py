@@ -30,6 +30,31 @@ def body_of(row_ptr, classes, VECTOR: tl.constexpr, EDGES: tl.constexpr):
 
 
 @triton.jit
+def row_of(
+    logits_ptr, target_ptr, row, classes, logits_stride, ignore_index, VECTOR: tl.constexpr, EDGES: tl.constexpr
+):  # fmt: skip
+    """A row's target, whether the row is not ignored, its pointer, and the widths of its head and its body."""
+    target = tl.load(target_ptr + row).to(tl.int64)
+    row_ptr = logits_ptr + tl.cast(row, tl.int64) * logits_stride
+    head, body = body_of(row_ptr, classes, VECTOR, EDGES)
+    return target, target != ignore_index, row_ptr, head, body
+
+
+@triton.jit
+def foresee(target_ptr, row, rows, LANES: tl.constexpr):
+    """Ask the multiprocessor's own cache for the targets of the next rows, which programs that start here later have.
+
+    Without it each waits for its target until L2 has answered.
+    """
+    if not _INTERPRETED and tl.target_info.is_cuda():
+        next_row = tl.minimum(row + 1 + tl.arange(0, LANES), rows - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [target_ptr + next_row],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def block_columns(start, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """SIZE columns from start, as (SIZE // WIDTH, WIDTH)."""
     return start + tl.arange(0, SIZE // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -60,6 +85,21 @@ def opaque(x):
         return x
     elif tl.target_info.is_cuda():
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    else:
+        return x
+
+
+@triton.jit
+def opaque_until(x, after):
+    """As ``opaque``, and with which the compiler can begin nothing before it has `after`, a float32 scalar."""
+    if _INTERPRETED or x.dtype.primitive_bitwidth != 16:
+        return x
+    elif tl.target_info.is_cuda():
+        # 0, since grids have one dimension, which the compiler does not know.
+        zero = after.to(tl.int32, bitcast=True) & tl.program_id(1)
+        return tl.inline_asm_elementwise(
+            "xor.b32 $0, $1, $2;", "=r,r,r,r", [x, zero], dtype=x.dtype, is_pure=True, pack=2
+        )  # fmt: skip
     else:
         return x
 

@@ -90,11 +90,13 @@ def evicts_first(rows_bits: int, classes: int, size: int, *, held: bool) -> bool
     """
     # An L2 full of what others have written writes it back while rows are read; with the hint it gives up lines of the
     # rows before those. Loss alone on an H200, after a flush that writes, with and without. Held: 4096 x 8192 65.6 and
-    # 57.5%, 4096 x 16384 79.6 and 70.6%, 8192 x 20011 92.2 and 89.1%, 8192 x 24576 92.2 and 93.2%, 16384 x 16384 96.3
-    # and 97.4%, 32768 x 8192 93.2 and 95.7%: it pays where L2 is much of all that is read. In the loop: 65536 x 4096
-    # 88.7 and 87.1%, 131072 x 2048 90.1 and 89.4%, 8192 x 32000 91.4 and 93.7%, 4096 x 128256 92.4 and 98.4%.
+    # 57.5%, 4096 x 16384 79.6 and 70.6%, 8192 x 20011 91.2 and 88.0%, 8192 x 24576 91.2 and 91.7%, 16384 x 16384 94.0
+    # and 95.5%, 32768 x 8192 92.8 and 95.6%: it pays where L2 is much of all that is read, and longer where rows are
+    # few and long: 8192 x 28000 93.6 and 90.3%, 8192 x 32000 95.9 and 94.3%, 8192 x 36000 95.9 and 95.8%, 8192 x 40000
+    # 95.2 and 96.7%. In the loop: 65536 x 4096 88.7 and 87.1%, 131072 x 2048 90.1 and 89.4%, 8192 x 32000 91.4 and
+    # 93.7%, 4096 x 128256 92.4 and 98.4%.
     if held:
-        return (classes * size << max(rows_bits - 1, 0)) < 350e6
+        return (classes * size << max(rows_bits - 1, 0)) < (600e6 if classes * size > 50000 else 350e6)
     return classes * size <= 32768
 
 
@@ -104,71 +106,91 @@ def gradient_schedule(classes: int, size: int, vector: int, l2_bytes: int) -> Sc
     return _look_up((_GRADIENT_SMALLER_L2 if l2_bytes < _SMALLER_L2 else _GRADIENT)[size], classes, vector)
 
 
+class Holding(NamedTuple):
+    """How programs hold rows of some widths: an entry of a table.
+
+    Attributes:
+        lanes: threads of a program.
+        chunks: vectors of a lane; None for as many as a row needs, so that one program has it alone.
+        registers: the most that a thread may have; None for those of what is held and 32 more where one program has a
+            row alone, and else for as many as the compiler takes.
+    """
+
+    lanes: int
+    chunks: int | None = None
+    registers: int | None = None
+
+
 class Parts(NamedTuple):
     """How programs hold a row; see ``parts``.
 
     Attributes:
+        programs: that share it, a part each.
         lanes: threads of a program.
-        chunks: vectors of a lane; None in a table: as many as a row needs, so that one program has it alone.
+        chunks: vectors of a lane.
         registers: the most that a thread may have; None for as many as the compiler takes.
     """
 
+    programs: int
     lanes: int
-    chunks: int | None
+    chunks: int
     registers: int | None = None
-
-    def of_row(self, classes: int, vector: int) -> int:
-        """How many a row has."""
-        return 1 if self.chunks is None else -(-classes // (self.lanes * vector * self.chunks))
 
     @property
     def early(self) -> int:
         """Of a part's chunks one in so many is asked for before it is known whether the row is ignored."""
-        # Forward and backward on an H200, all and a quarter: 8192 x 32000 96.8 and 95.2%, 4096 x 128256 89.8 and
-        # 87.9%; with half of the rows ignored 72.0 and 84.0%, 74.5 and 84.4%. A program of so many lanes has its
-        # multiprocessor to itself, where nothing is under way while it waits: 4096 x 32768 float32 96.0 and 90.5%.
-        return 1 if self.lanes >= 512 else 2
+        # Forward and backward on an H200, all and a quarter: 8192 x 32000 96.5 and 96.3%, 4096 x 128256 89.0 and
+        # 91.8%; with half of the rows ignored 71.7 and 85.3%, 74.5 and 85.3%. A program of so many lanes has its
+        # multiprocessor to itself, where nothing is under way while it waits: 4096 x 32768 float32 95.8 and 94.5%.
+        return 1 if self.lanes >= 512 else 4
 
 
-# How programs hold rows up to so many classes, None where none does. What counts is how much is under way: 120 to 128
-# KiB that a multiprocessor has at a time, with as few registers beside them as the compiler can be made to do with. So
-# a program has a row alone while two of them have room. The loops' blocks fit few widths; what is held fits all.
-PartsTable = tuple[tuple[int | None, Parts | None], ...]
+# How programs hold rows up to so many classes, None where none does. What counts is how much is under way: 120 to 200
+# KiB that a multiprocessor has at a time, with as few registers beside them as the compiler can be made to do with:
+# those do not grow with what is held, so fewer threads that hold more each have more under way. A program has a row
+# alone while two of them have room. The loops' blocks fit few widths; what is held fits all.
+PartsTable = tuple[tuple[int | None, Holding | None], ...]
 
 # Forward and backward, whole calls on an H200 with all of a row asked for at once, in brackets the loop.
 GRADIENT_PARTS: dict[int, PartsTable] = {
     2: (
         (2048, None),
         # 32768 x 3000 86.7% (73.0%), 32768 x 3500 87.7% (75.7%).
-        (3584, Parts(64, None)),
+        (3584, Holding(64)),
         # 32768 x 4096 88.7% (91.9%).
         (4096, None),
         # 32768 x 5000 93.2% (85.7%), 32768 x 8192 96.6% (95.0%), 4096 x 8192 71.8% (70.3%), 16384 x 9000 92.6% (78.7%),
         # 16384 x 12288 93.9% (94.8%).
-        (12288, Parts(128, None)),
+        (12288, Holding(128)),
         # 16384 x 13000 95.6% (88.2%), 16384 x 16001 96.0% (92.6%), 16384 x 16384 95.7% (96.9%).
-        (16383, Parts(256, None)),
+        (16383, Holding(256)),
         (16384, None),
         # 8192 x 17000 92.3% (80.1%), 8192 x 20011 93.4% (84.0%), 8192 x 32000 96.6% (92.4%), 8192 x 32001 96.1%
         # (89.1%); where programs shared them before, in brackets: 8192 x 33000 96.6% (87.4%), 8192 x 49000 97.4%
         # (88.8%).
-        (49152, Parts(256, None)),
-        # And on an H100: 8192 x 50257 87.4 and 98.5% (82.6 and 90.1%), held by one program 80.2%.
-        (57344, Parts(64, 12, 96)),
-        # 4096 x 65536 91.1 and 97.4% (81.9 and 91.5%), held by one program 86.3%.
-        (98304, Parts(128, 16, 128)),
-        # 4096 x 128256 89.8 and 99.8% (84.3 and 96.1%), 8192 x 151936 90.9 and 101.1% (86.3 and 91.6%).
-        (None, Parts(128, 12, 96)),
+        (49152, Holding(256)),
+        # With fewer registers than else, for two programs to have room. In brackets shared: 8192 x 50257 96.5% (92.1%),
+        # 8192 x 51200 97.7% (92.0%).
+        (51200, Holding(256, registers=128)),
+        # In brackets 12 chunks and 96 registers: 8192 x 57344 92.7% (88.8%).
+        (57344, Holding(64, 20, 120)),
+        # In brackets 16 chunks and 128 registers: 4096 x 65536 89.2% (87.5%).
+        (98304, Holding(128, 22, 120)),
+        # In brackets (128, 12, 96), which an H100 had in sweeps with 99.8, 101.1%: 4096 x 128256 91.8% (87.7%), 8192 x
+        # 151936 93.5% (89.0%), 4096 x 100352 88.9% (85.0%), 1024 x 262144 86.5% (80.7%).
+        (None, Holding(64, 24, 128)),
     ),
     4: (
         (4096, None),
         # 16384 x 5000 94.1% (92.9%), 16384 x 8192 96.7% (94.7%), 8192 x 10000 93.5% (78.3%), 8192 x 16384 96.9%
         # (95.9%), 4096 x 20011 93.1% (88.3%), 4096 x 24576 92.5% (93.5%).
-        (24576, Parts(256, None)),
+        (24576, Holding(256)),
         # 4096 x 28000 93.4% (89.8%), 4096 x 32768 95.7% (94.0%).
-        (32768, Parts(512, None)),
-        # And on an H100: 2048 x 128256 94.1 and 99.8% (79.6 and 79.7%).
-        (None, Parts(128, 16, 128)),
+        (32768, Holding(512)),
+        # In brackets 16 chunks and 128 registers: 2048 x 50257 93.7% (89.2%), with 24 chunks 87.5%.
+        (57344, Holding(128, 20, 120)),
+        # 2048 x 65536 96.1% (89.9%), 2048 x 128256 98.4% (92.1%; H100 99.8%).
+        (None, Holding(128, 24, 128)),
     ),
 }
 
@@ -178,44 +200,57 @@ FORWARD_PARTS: dict[int, PartsTable] = {
         (2048, None),
         # 65536 x 2500 86.3% (58.9%), 65536 x 3500 91.8% (78.0%), 32768 x 4096 87.0% (85.1%), 32768 x 5500 90.6%
         # (76.5%; twice the lanes 85.6%).
-        (6144, Parts(64, None)),
+        (6144, Holding(64)),
         # 32768 x 7000 93.9% (85.6%), 32768 x 8192 96.0% (92.5%), 32768 x 8191 97.1% (86.3%), 16384 x 9000 88.3%
         # (79.8%; twice the lanes 81.6%), 16384 x 12288 93.3% (89.6%).
-        (12288, Parts(128, None)),
+        (12288, Holding(128)),
         # 16384 x 14000 93.6% (84.1%), 16384 x 16384 97.4% (94.0%), 8192 x 20011 92.2% (84.8%), 8192 x 32000 94.7%
         # (92.2%), 8192 x 32001 96.1% (91.8%), 8192 x 40000 97.2% (93.7%), 8192 x 49000 98.9% (96.2%).
-        (49152, Parts(256, None)),
+        (49152, Holding(256)),
+        # With fewer registers than else, for two programs to have room: 8192 x 50257 98.4% (94.2%), 8192 x 51200 99.2%
+        # (94.9%), and with 132 registers 78.0%.
+        (51200, Holding(256, registers=128)),
+        # 8192 x 57344 81.1% (98.6%).
         (None, None),
     ),
     4: (
         (2048, None),
         # 32768 x 2500 90.2% (52.4%), 32768 x 4096 96.1% (82.4%).
-        (4096, Parts(128, None)),
+        (4096, Holding(128)),
         # 16384 x 5000 90.5% (89.9%), 16384 x 6000 92.2% (94.3%).
         (6144, None),
         # 16384 x 8192 96.2% (93.8%), 8192 x 16384 97.4% (97.1%), 4096 x 20011 88.3% (86.7%), 4096 x 24576 92.0%
         # (90.9%).
-        (24576, Parts(256, None)),
+        (24576, Holding(256)),
         # 4096 x 32768 92.6% (94.7%).
         (None, None),
     ),
 }
 
 
-def parts_of(table: PartsTable, classes: int, size: int, vector: int) -> Parts | None:
-    """How rows of `size`-byte elements are held, or None where they are not."""
+def parts_of(table: PartsTable, classes: int, held: int, vector: int) -> Parts | None:
+    """How a row is held, or None where it is not.
+
+    Args:
+        table: of the kernel.
+        classes: of a row.
+        held: bytes of a column that are held, in all tensors.
+        vector: elements of a vector.
+    """
     # Elements that are read one by one take too many registers for their addresses.
-    if vector * size < 16:
+    if vector == 1:
         return None
-    parts = next(parts for up_to, parts in table if up_to is None or classes <= up_to)
-    if parts is None:
+    holding = next(holding for up_to, holding in table if up_to is None or classes <= up_to)
+    if holding is None:
         return None
-    if parts.chunks is None:
-        chunks = -(-classes // (parts.lanes * vector))
+    lanes, chunks, registers = holding
+    if chunks is None:
+        chunks = -(-classes // (lanes * vector))
         # Beside what is held, the registers that the arithmetic can be made to do with.
-        return Parts(parts.lanes, chunks, parts.registers or chunks * vector * size // 4 + 32)
+        return Parts(1, lanes, chunks, registers or chunks * vector * held // 4 + 32)
+    count = -(-classes // (lanes * vector * chunks))
     # A lane looks for the word of each part, and one is for who has left.
-    return parts if parts.of_row(classes, vector) < parts.lanes else None
+    return Parts(count, lanes, chunks, registers) if count < lanes else None
 
 
 @lru_cache

@@ -30,7 +30,7 @@ from loss_triton.rows import (
     online_sum,
     vectors,
 )
-from loss_triton.schedules import Parts, PartsTable, parts_of
+from loss_triton.schedules import Holding, PartsTable, parts_of
 from loss_triton.softmax_math import (
     exp,
     input_gradient,
@@ -366,53 +366,54 @@ _LOOPS = {
 
 # Rows that programs hold, as in ``schedules``. In brackets the loop, or up to 8192 whole rows in float32; two numbers
 # are an H200's and an H100's, one is an H200's.
-_SHARED_FORWARD_2_BYTES: PartsTable = (
-    # 8192 x 50257: 92.5 and 100.3% (83.5 and 96.4%).
-    (57344, Parts(64, 12, 96)),
-    # 4096 x 128256: 95.4 and 101.0% (90.9 and 95.9%), log-softmax 97.3 and 101.0% (94.6 and 96.0%). 4096 x 65536:
-    # 91.2%, held by one program 88.5%.
-    (None, Parts(128, 12, 96)),
-)
 _FORWARD_PARTS_2_BYTES: PartsTable = (
     (4096, None),
-    # 16384 x 5000: 96.4% (88.6%). 4096 x 8192: 88.2% (88.6%).
-    (8192, Parts(128, None)),
-    # 16384 x 9000: 99.0% (89.1%). 4096 x 16384: 94.3% (92.5%). 8192 x 20011: 98.0% (91.5%). 8192 x 32000: 99.6%; shared
-    # 98.3%. 8192 x 40000: 99.8%; shared 94.1%.
-    (49152, Parts(256, None)),
-    *_SHARED_FORWARD_2_BYTES,
+    # 16384 x 5000: 96.4% (88.6%), log-softmax 96.0% (87.7%). 4096 x 8192: 88.2% (88.6%), 89.4% (87.5%).
+    (8192, Holding(128)),
+    # 16384 x 9000: 99.0% (89.1%). 4096 x 16384: 94.3% (92.5%), log-softmax 94.4% (92.9%). 8192 x 20011: 98.0% (91.5%),
+    # 97.8% (92.6%). 8192 x 32000: 99.6%, 99.6%; shared 98.3%, 99.6%. 8192 x 40000: 99.8%, 99.7%; shared 94.1%, 96.3%.
+    (49152, Holding(256)),
+    # As for cross-entropy. In brackets shared: 8192 x 50257 99.0% (92.2%), log-softmax 95.2% (95.2%); 8192 x 51200
+    # 99.9% (94.7%).
+    (51200, Holding(256, registers=128)),
+    # 8192 x 50257: 92.5 and 100.3% (83.5 and 96.4%).
+    (57344, Holding(64, 12, 96)),
+    # 4096 x 128256: 95.4 and 101.0% (90.9 and 95.9%), log-softmax 97.3 and 101.0% (94.6 and 96.0%). 4096 x 65536:
+    # 91.2%, held by one program 88.5%. More chunks, as cross-entropy has, lose: (64, 24, 128) 90.4%.
+    (None, Holding(128, 12, 96)),
 )
-# Held by one program log-softmax has 85.8% at 4096 x 16384 (92.5%), 90.9% at 8192 x 20011 (93.1%), 87.0% at 8192 x
-# 32000, where shared it has 99.9%, with or without spills.
-_LOG_FORWARD_PARTS_2_BYTES: PartsTable = ((28672, None), (32768, Parts(128, 8, 64)), *_SHARED_FORWARD_2_BYTES)
 _FORWARD_PARTS_4_BYTES: PartsTable = (
     (8192, None),
     # 4096 x 10000: 95.5% (92.5%). 4096 x 16384: 98.0% (98.0%). 4096 x 20011: 98.0% (62.9%), log-softmax 98.0% (65.9%).
-    (24576, Parts(256, None)),
+    (24576, Holding(256)),
     # 4096 x 30000: 98.1% (93.7%). 4096 x 32768: 98.7% (95.7%).
-    (32768, Parts(512, None)),
-    (None, Parts(128, 12, 96)),
+    (32768, Holding(512)),
+    (None, Holding(128, 12, 96)),
 )
 # 8192 x 32000: 101.3 and 101.9% (99.6 and 97.8%). 8192 x 50257: 98.2 and 102.6% (94.8 and 98.3%). 4096 x 128256: 97.5
-# and 103.0% (80.5 and 79.1%). 8192 x 17000 held by one program 90.4% (98.7%).
-_BACKWARD_PARTS: PartsTable = ((28672, None), (None, Parts(128, 8)))
-_BACKWARD_PARTS_2_BYTES: PartsTable = (
-    (8192, None),
-    # 8192 x 10000: 99.1% (95.8%). 8192 x 14000: 99.7% (98.6%). 4096 x 16384: 96.8% (95.9%), float16 97.2% (96.1%).
-    (16384, Parts(256, None, 128)),
-    *_BACKWARD_PARTS,
-)
-# 8192 x 50257: 101.2 and 101.8% (98.4 and 97.6%). 4096 x 128256: 103.9 and 102.5% (98.3 and 98.2%).
-_LOG_BACKWARD_PARTS: PartsTable = ((32768, None), (None, Parts(128, 8, 96)))
-_PARTS = {
+# and 103.0% (80.5 and 79.1%).
+_SHARED_BACKWARD = Holding(128, 8)
+# 8192 x 28000: 100.9% (94.0%). 8192 x 50257: 101.2 and 101.8% (98.4 and 97.6%). 4096 x 128256: 103.9 and 102.5% (98.3
+# and 98.2%).
+_SHARED_LOG_BACKWARD = Holding(128, 8, 96)
+# Softmax, log-softmax. 8192 x 10000: 98.9% (98.5%), 99.4% (94.4%). 8192 x 14000: 100.6% (99.5%), 100.4% (100.2%).
+# 4096 x 16384: 97.9% (96.1%), 98.5% (98.7%); float16 98.1% (96.1%). 8192 x 20011: 100.5% (98.3%), 101.4% (94.5%).
+# 8192 x 24576: 101.6% (100.4%), 101.8% (96.5%; shared 102.4%). 16384 x 5000: 99.0% (98.1%), 98.7% (96.1%), but 4096 x
+# 8192: 93.3% (93.5%), 93.2% (94.2%).
+_WHOLE_BACKWARD_2_BYTES: PartsTable = ((8192, None), (24576, Holding(256)))
+# 4096 x 10000: 99.3% (96.3%), 98.8% (95.3%). 4096 x 12000: 99.5% (97.1%). 4096 x 16384: 101.1% (101.0%), 99.5%
+# (101.8%). 4096 x 20011: 100.8% (76.1%), 100.9% (88.1%). 4096 x 24576: 101.9% (100.0%).
+_WHOLE_BACKWARD_4_BYTES: PartsTable = ((8192, None), (12288, Holding(256)), (16384, None), (24576, Holding(512)))
+_PARTS: dict[tuple[str, bool, int], PartsTable] = {
     ("forward", False, 2): _FORWARD_PARTS_2_BYTES,
-    ("forward", True, 2): _LOG_FORWARD_PARTS_2_BYTES,
+    ("forward", True, 2): _FORWARD_PARTS_2_BYTES,
     ("forward", False, 4): _FORWARD_PARTS_4_BYTES,
     ("forward", True, 4): _FORWARD_PARTS_4_BYTES,
-    ("backward", False, 2): _BACKWARD_PARTS_2_BYTES,
-    ("backward", True, 2): _LOG_BACKWARD_PARTS,
-    ("backward", False, 4): _BACKWARD_PARTS,
-    ("backward", True, 4): _LOG_BACKWARD_PARTS,
+    # 8192 x 28000: 97.0% (95.5%).
+    ("backward", False, 2): (*_WHOLE_BACKWARD_2_BYTES, (None, _SHARED_BACKWARD)),
+    ("backward", True, 2): (*_WHOLE_BACKWARD_2_BYTES, (None, _SHARED_LOG_BACKWARD)),
+    ("backward", False, 4): (*_WHOLE_BACKWARD_4_BYTES, (28672, None), (None, _SHARED_BACKWARD)),
+    ("backward", True, 4): (*_WHOLE_BACKWARD_4_BYTES, (32768, None), (None, _SHARED_LOG_BACKWARD)),
 }
 
 
@@ -496,11 +497,12 @@ def _plan(
     vector, edges = _vectors_and_edges(rows, classes, places)
     key, threads = (device.index, *dtypes), 32 * warps
     whole, loop, shared = _KERNELS[direction]
-    how = parts_of(_PARTS[direction, LOG, size], classes, size, vector) if had_better_hold(device) else None
+    held = size if direction == "forward" else 2 * size
+    how = parts_of(_PARTS[direction, LOG, size], classes, held, vector) if had_better_hold(device) else None
     if how is not None:
-        parts = how.of_row(classes, vector)
-        constants = LOG, how.chunks, how.lanes, vector, edges, patience(device.index), parts > 1
-        return _Plan(prepared(shared, key, constants, how.lanes, how.registers), rows * parts, (classes,), parts)
+        constants = LOG, how.chunks, how.lanes, vector, edges, patience(device.index), how.programs > 1
+        launch = prepared(shared, key, constants, how.lanes, how.registers)
+        return _Plan(launch, rows * how.programs, (classes,), how.programs)
     if hold:
         of_forward = (ahead,) if direction == "forward" else ()
         constants = LOG, block, hold, *of_forward, threads, vector, edges

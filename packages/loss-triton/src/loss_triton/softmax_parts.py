@@ -25,7 +25,7 @@ from loss_triton.parts import (
     totals_of_part,
     words_of_row,
 )
-from loss_triton.rows import LOG2_E, body_of, lane_sum, opaque
+from loss_triton.rows import LOG2_E, body_of, lane_sum, opaque, opaque_until
 from loss_triton.softmax_math import input_gradient, normalization, normalized_row, summand
 
 
@@ -34,6 +34,15 @@ def _store_edges(row_ptr, values, head, body, classes, part, VECTOR: tl.constexp
     if EDGES:
         edges, in_edge = edges_of_part(head, body, classes, part, VECTOR)
         tl.store(row_ptr + edges, values.to(row_ptr.dtype.element_ty), mask=in_edge)
+
+
+@triton.jit
+def _again(x, total, LATE: tl.constexpr):
+    """A chunk in float32, for the second time; LATE: not before the sum is known."""
+    if LATE:
+        return opaque_until(x, total).to(tl.float32)
+    else:
+        return opaque(x).to(tl.float32)
 
 
 @kernel
@@ -46,14 +55,17 @@ def softmax_fwd_parts_kernel(
     """y = exp(x - max(x)) / sum(exp(x - max(x))), or its logarithm. One program per part of a row.
 
     input_ptr, output_ptr: (rows, classes), floating point. workspace_ptr: with SHARED int64 zeros, left so.
-    parts: of a row, CHUNKS vectors of each of LANES lanes; less than LANES, and without SHARED one.
+    parts: of a row, CHUNKS vectors of each of LANES lanes; less than LANES, and without SHARED one, of no fewer chunks.
     """
     WIDTH: tl.constexpr = LANES * VECTOR
+    # Log-softmax's results could be had before the sum is known, but for the registers that they would take.
+    LATE: tl.constexpr = LOG and not SHARED
+    FULL: tl.constexpr = CHUNKS - 1 - EDGES if LATE else 0
     row = (tl.program_id(0) // parts if SHARED else tl.program_id(0)).to(tl.int64)
     part = tl.program_id(0) % parts if SHARED else 0
     x_row = input_ptr + row * input_stride
     head, body = body_of(x_row, classes, VECTOR, EDGES)
-    held = load_part(x_row, head, body, body, part, float("-inf"), VECTOR, WIDTH, CHUNKS, 1, BESIDE_A_RESULT)
+    held = load_part(x_row, head, body, part, float("-inf"), VECTOR, WIDTH, CHUNKS, BESIDE_A_RESULT, FULL)
     x_edge = load_edges(x_row, head, body, classes, part, float("-inf"), VECTOR, EDGES)
 
     peak = peak_of_part(held, x_edge, EDGES, LANES)
@@ -72,8 +84,9 @@ def softmax_fwd_parts_kernel(
     power, bias, normalizer = normalization(peak, total, LOG, FUSED)
     y_row = output_ptr + row * output_stride
     for chunk in tl.static_range(CHUNKS):
-        y = normalized_row(opaque(held[chunk]).to(tl.float32), power, bias, normalizer, LOG, FUSED)
-        store_chunk(y_row, y, head, body, part, chunk, VECTOR, WIDTH, CHUNKS)
+        x = _again(held[chunk], total, LATE)
+        y = normalized_row(x, power, bias, normalizer, LOG, FUSED)
+        store_chunk(y_row, y, head, body, part, chunk, VECTOR, WIDTH, CHUNKS, FULL)
     y_edge = normalized_row(x_edge, power, bias, normalizer, LOG, FUSED)
     _store_edges(y_row, y_edge, head, body, classes, part, VECTOR, EDGES)
     if SHARED:
@@ -130,13 +143,14 @@ def softmax_bwd_parts_kernel(
     workspace_ptr and parts as in softmax_fwd_parts_kernel.
     """
     WIDTH: tl.constexpr = LANES * VECTOR
+    FULL: tl.constexpr = 0 if SHARED else CHUNKS - 1 - EDGES
     row = (tl.program_id(0) // parts if SHARED else tl.program_id(0)).to(tl.int64)
     part = tl.program_id(0) % parts if SHARED else 0
     g_row = grad_output_ptr + row * grad_output_stride
     y_row = output_ptr + row * output_stride
     head, body = body_of(y_row, classes, VECTOR, EDGES)
-    g = load_part(g_row, head, body, body, part, 0.0, VECTOR, WIDTH, CHUNKS, 1, BESIDE_A_RESULT)
-    y = load_part(y_row, head, body, body, part, 0.0, VECTOR, WIDTH, CHUNKS, 1, BESIDE_A_RESULT)
+    g = load_part(g_row, head, body, part, 0.0, VECTOR, WIDTH, CHUNKS, BESIDE_A_RESULT, FULL)
+    y = load_part(y_row, head, body, part, 0.0, VECTOR, WIDTH, CHUNKS, BESIDE_A_RESULT, FULL)
     g_edge = load_edges(g_row, head, body, classes, part, 0.0, VECTOR, EDGES)
     y_edge = load_edges(y_row, head, body, classes, part, 0.0, VECTOR, EDGES)
 
@@ -156,8 +170,8 @@ def softmax_bwd_parts_kernel(
 
     dx_row = grad_input_ptr + row * grad_input_stride
     for chunk in tl.static_range(CHUNKS):
-        dx = input_gradient(opaque(g[chunk]).to(tl.float32), opaque(y[chunk]).to(tl.float32), total, LOG)
-        store_chunk(dx_row, dx, head, body, part, chunk, VECTOR, WIDTH, CHUNKS)
+        dx = input_gradient(_again(g[chunk], total, not SHARED), _again(y[chunk], total, not SHARED), total, LOG)
+        store_chunk(dx_row, dx, head, body, part, chunk, VECTOR, WIDTH, CHUNKS, FULL)
     dx_edge = input_gradient(g_edge, y_edge, total, LOG)
     _store_edges(dx_row, dx_edge, head, body, classes, part, VECTOR, EDGES)
     if SHARED:
