@@ -1,6 +1,8 @@
 """The tool that compares variants of a backend's sources."""
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,13 @@ def test_the_options_reach_the_loss():
         inputs = random_inputs(case, torch.device("cpu"), seed=0, sets=1)
         results.append(make_call(case, "torch")(*inputs.leaves(0), inputs.target[0]))
     assert results[0] != results[1]
+
+
+def test_what_a_profiler_looks_at_runs():
+    tool = Path(sweep.__file__).with_name("for_profiler.py")
+    subprocess.run([sys.executable, tool, "torch", CELLS[3], "--device", "cpu"], check=True)
+    wrong = subprocess.run(
+        [sys.executable, tool, "none", CELLS[3], "--device", "cpu"], stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert wrong.returncode != 0
+    assert "'none'" in wrong.stderr
