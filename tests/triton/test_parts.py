@@ -369,3 +369,72 @@ def test_how_much_of_an_ignored_row_is_read(lanes, gradient, read, launched, mon
     forward(x, torch.tensor([-100, 5]), torch.empty_like(x) if gradient else None)
     of_rows = [len({place for place in places if 0 <= place - row.data_ptr() < 4096}) for row in x]
     assert of_rows == [read, 1024]
+
+
+def widths_of(table, vector):
+    """Rows that each entry holds: the two narrowest that end with a vector or one column into it, and a wide one."""
+    before = 0
+    for up_to, entry in table:
+        if entry is not None:
+            yield from (before + 1, before + vector, (up_to or 5 * before // 4) - 1)
+        before = up_to
+
+
+def loss_and_wanted(x, result):
+    """Of cross-entropy, with its gradient or, where there is no `result`, alone."""
+    target = torch.randint(x.shape[1], (len(x),), device=x.device)
+    target[0], target[-1] = -100, x.shape[1] - 1
+    out = forward(x, target, result)
+    loss, wanted = gradient(x, target, "mean")
+    torch.testing.assert_close(out.loss.double(), loss, atol=1e-5, rtol=1e-5)
+    return wanted
+
+
+def forward_and_wanted(x, result, log):
+    (loss_triton.log_softmax_forward if log else loss_triton.softmax_forward)(x, result)
+    return (torch.log_softmax if log else torch.softmax)(x.double(), 1)
+
+
+def backward_and_wanted(x, result, log):
+    """With x as the upstream gradient."""
+    y = (torch.log_softmax if log else torch.softmax)(x.flip(0, 1).double(), 1).to(x.dtype)
+    (loss_triton.log_softmax_backward if log else loss_triton.softmax_backward)(x, y, result)
+    p = y.double().exp() if log else y.double()
+    share = x.double() * (1 if log else p)
+    return share - p * share.sum(1, keepdim=True)
+
+
+ENTRIES = [(name, classes) for name, (table, size, _) in TABLES.items() for classes in widths_of(table, 16 // size)]
+
+
+@pytest.mark.parametrize(("name", "classes"), ENTRIES)
+def test_each_entry_of_the_tables(name, classes, monkeypatch, device):
+    """As it is launched on Hopper, with the rows of more programs than run at a time."""
+    kernels, call = [], Launch.__call__
+
+    def noting(self, *arguments):
+        kernels.append(self._jit.__name__)
+        call(self, *arguments)
+
+    monkeypatch.setattr(Launch, "__call__", noting)
+    for module in (cross_entropy, softmax):
+        monkeypatch.setattr(module, "had_better_hold", lambda device: True)
+    forget()
+    of_loss = name.startswith(("loss alone", "gradient"))
+    # The interpreter takes its time; a loss has an ignored row.
+    rows = 2 if of_loss else 1
+    if devices.HAS_GPU:
+        rows = 300 if classes > 20000 else 2100
+    x = (4 * torch.randn(rows, classes, device=device)).to(torch.float32 if TABLES[name][1] == 4 else torch.bfloat16)
+    result = torch.full_like(x, math.nan)
+    alone = name.startswith("loss alone")
+    if of_loss:
+        wanted = loss_and_wanted(x, None if alone else result)
+    else:
+        wanted = (forward_and_wanted if "forward" in name else backward_and_wanted)(x, result, log="True" in name)
+    forget()
+    assert len(kernels) == 1
+    assert "_parts_" in kernels[0] or "_whole_" in kernels[0]
+    if not alone:
+        rounding, largest = max(torch.finfo(x.dtype).eps, 2e-6), float(wanted.abs().max())
+        torch.testing.assert_close(result.double(), wanted, atol=1e-5 * largest, rtol=2 * rounding)
