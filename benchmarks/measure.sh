@@ -17,7 +17,7 @@ set -euo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 tests_s=${TESTS_S:-420} total_s=${TOTAL_S:-900}
 cd "$(dirname "$0")/.."
-read -r -a tests <<< "${TESTS:-tests/test_*.py tests/gpu tests/bench/test_gpu.py tests/triton tests/core tests/cutedsl/test_host.py}"
+read -r -a tests <<< "${TESTS:-tests/test_*.py tests/gpu tests/bench/test_gpu.py tests/triton tests/core tests/cutedsl/test_host.py tests/cutedsl/test_widths.py}"
 
 compared=(--device cuda --backend "torch-nn,torch-compile,triton,cutedsl,quack")
 cross_entropy=(cross_entropy --preset foundation "${compared[@]}")

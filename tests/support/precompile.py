@@ -5,7 +5,7 @@ each kernel that they need is compiled for the machines below and kept, none is 
 with the calls that loss-bench measures::
 
     export LOSS_CUTEDSL_CACHE=FOLDER PYTHONPATH=tests
-    pytest -q -p support.precompile -p no:cacheprovider -n 2 -k cutedsl tests/test_*.py
+    pytest -q -p support.precompile -p no:cacheprovider -n 2 -k cutedsl tests/test_*.py tests/cutedsl/test_widths.py
     python -m support.precompile
 
 Wrong numbers fail no test here, so one that fails has not made its kernels. The files serve wherever the key is the
