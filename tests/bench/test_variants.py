@@ -46,7 +46,7 @@ def test_cutedsl_has_the_schedule_meanwhile():
     assert (_schedule.plain, _schedule.held) == before
 
 
-CELL = "cross_entropy:both:8x300:fp32"
+CELL = "cross_entropy:both:2x300:fp32"
 
 
 @needs_triton
@@ -64,7 +64,7 @@ def test_what_is_compiled_is_compared(monkeypatch):
 @needs_triton
 def test_every_variant_is_measured_in_every_round(tmp_path, monkeypatch, capsys):
     given = tmp_path / "list.txt"
-    given.write_text(f"{CELL} now 1,2,0\n\nsoftmax:forward:8x100:fp16 loop\n")
+    given.write_text(f"{CELL} now 1,2,0\n\nsoftmax:forward:2x100:fp16 loop\n")
     command = ["variants.py", "triton", str(given), "--device", devices.DEVICE, "--rounds", "2"]
     monkeypatch.setattr(sys, "argv", [*command, "--compile", "2/2"])
     variants.main()
@@ -72,5 +72,5 @@ def test_every_variant_is_measured_in_every_round(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(sys, "argv", command)
     variants.main()
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [line[:2] for line in lines] == [[CELL, "now"], [CELL, "1,2,0"], ["softmax:forward:8x100:fp16", "loop"]]
+    assert [line[:2] for line in lines] == [[CELL, "now"], [CELL, "1,2,0"], ["softmax:forward:2x100:fp16", "loop"]]
     assert all(len(line) == 4 and line[-1].endswith("%") for line in lines)
