@@ -14,11 +14,8 @@ import argparse
 import torch
 from loss_bench.calls import make_call
 from loss_bench.inputs import random_inputs
-from loss_bench.measure import PassWork
+from loss_bench.measure import PassWork, l2_bytes
 from sweep import parse
-
-# Written before each run: more than the L2 of any GPU holds.
-FLUSH_BYTES = 2**28
 
 
 def main() -> None:
@@ -32,7 +29,8 @@ def main() -> None:
     case, pass_ = parse(arguments.cell)
     inputs = random_inputs(case, device, seed=0, sets=2)
     work = PassWork(make_call(case, arguments.backend, inputs.weight), inputs, pass_)
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+    # As loss-bench's timer has it.
+    flush = torch.empty(4 * l2_bytes(device), dtype=torch.int8, device=device)
     for index in range(3):
         work.prepare(index)
         flush.zero_()

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from loss_bench.cases import Case
+    from loss_bench.inputs import Inputs
+    from loss_bench.measure import Timer
 
 PASSES = {"forward": "forward", "backward": "backward", "both": "forward+backward", "none": "no-grad"}
 
@@ -39,13 +41,24 @@ def parse(name: str) -> tuple[Case, str]:
     return Case(op, rows, classes, parse_dtype(dtype), of_options, hidden), PASSES[pass_]
 
 
+def share_of_limit(backend: str, case: Case, pass_: str, inputs: Inputs, timer: Timer, copy: float) -> float:
+    """In per cent. `copy`: what ``copy_gb_s`` found in this process."""
+    from loss_bench.calls import make_call
+    from loss_bench.cases import minimal_bytes
+    from loss_bench.measure import PassWork, summarize
+
+    work = PassWork(make_call(case, backend, inputs.weight), inputs, pass_)
+    milliseconds = summarize(timer.time(work, 15, 2)).median
+    # Of the half of a loss that is held to nothing there is no share.
+    moved = minimal_bytes(case, pass_, inputs.kept_rows(case)) or math.nan
+    return 100 * moved / milliseconds * 1e-6 / copy
+
+
 def measure(backend: str, names: list[str], device: str) -> dict[str, float]:
     """Shares of the limit, in per cent."""
     import torch
-    from loss_bench.calls import make_call
-    from loss_bench.cases import minimal_bytes
     from loss_bench.inputs import random_inputs
-    from loss_bench.measure import PassWork, copy_gb_s, make_timer, summarize
+    from loss_bench.measure import copy_gb_s, make_timer
 
     where = torch.device(device)
     timer = make_timer(where)
@@ -54,11 +67,7 @@ def measure(backend: str, names: list[str], device: str) -> dict[str, float]:
     for name in names:
         case, pass_ = parse(name)
         inputs = random_inputs(case, where, seed=0, sets=2)
-        work = PassWork(make_call(case, backend, inputs.weight), inputs, pass_)
-        milliseconds = summarize(timer.time(work, 15, 2)).median
-        # Of the half of a loss that is held to nothing there is no share.
-        moved = minimal_bytes(case, pass_) or math.nan
-        shares[name] = 100 * moved / milliseconds * 1e-6 / copy
+        shares[name] = share_of_limit(backend, case, pass_, inputs, timer, copy)
     return shares
 
 

@@ -20,19 +20,19 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import torch
 from loss_bench.calls import make_call
-from loss_bench.cases import minimal_bytes
 from loss_bench.check import check
 from loss_bench.inputs import random_inputs
-from loss_bench.measure import PassWork, copy_gb_s, make_timer, summarize
-from sweep import parse
+from loss_bench.measure import copy_gb_s, make_timer
+from sweep import parse, share_of_limit
 
+# Modules of loss_core and of each backend.
+OPS = ("cross_entropy", "softmax")
 # Of what is compared with float64: more than run at a time.
 FEW_ROWS = 600
 
@@ -51,7 +51,7 @@ def variant(backend: str, name: str) -> Iterator[None]:
 def _of_triton(patches: contextlib.ExitStack, name: str) -> None:
     from loss_triton.schedules import Parts
 
-    modules = [importlib.import_module(f"loss_triton.{op}") for op in ("cross_entropy", "softmax")]
+    modules = [importlib.import_module(f"loss_triton.{op}") for op in OPS]
     for module in modules:
         patches.enter_context(mock.patch.object(module, "had_better_hold", return_value=name != "loop"))
     if name == "loop":
@@ -83,9 +83,9 @@ def _of_cutedsl(patches: contextlib.ExitStack, name: str) -> None:
 
 def _forget(backend: str) -> None:
     """What is kept of calls that had another schedule. Kernels are kept by schedule."""
-    for op in ("cross_entropy", "softmax"):
-        sys.modules[f"loss_core.{op}"]._usual.cache_clear()
-    of_loss, of_softmax = (importlib.import_module(f"loss_{backend}.{op}") for op in ("cross_entropy", "softmax"))
+    for op in OPS:
+        importlib.import_module(f"loss_core.{op}")._usual.cache_clear()
+    of_loss, of_softmax = (importlib.import_module(f"loss_{backend}.{op}") for op in OPS)
     if backend == "triton":
         of_loss._plan.cache_clear()
     else:
@@ -111,14 +111,11 @@ def measure(backend: str, lines: list[list[str]], device: torch.device, rounds: 
     for cell, *names in lines:
         case, pass_ = parse(cell)
         inputs = random_inputs(case, device, seed=0, sets=2)
-        moved = minimal_bytes(case, pass_, inputs.kept_rows(case))
         shares: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(rounds):
             for name in names:
                 with variant(backend, name):
-                    work = PassWork(make_call(case, backend, inputs.weight), inputs, pass_)
-                    milliseconds = summarize(timer.time(work, 13, 2)).median
-                shares[name].append(100 * moved / milliseconds * 1e-6 / copy)
+                    shares[name].append(share_of_limit(backend, case, pass_, inputs, timer, copy))
         for name in names:
             yield cell, name, shares[name]
 

@@ -1,19 +1,15 @@
 """The tool that compares variants of a backend's sources."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import sweep
 import torch
 from loss_bench.calls import make_call
 from loss_bench.cases import minimal_bytes
 from loss_bench.inputs import random_inputs
-
-_spec = importlib.util.spec_from_file_location("sweep", Path(__file__).parents[2] / "benchmarks" / "sweep.py")
-sweep = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(sweep)
 
 CELLS = [
     "cross_entropy:both:8x100:fp32",

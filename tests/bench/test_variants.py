@@ -1,14 +1,11 @@
 """The tool that compares schedules in one process: it puts all back that it patches, and tells of a wrong result."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import variants
 from loss_bench.check import Verdict
