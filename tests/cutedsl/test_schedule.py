@@ -232,9 +232,9 @@ def test_more_of_the_loss_alone_is_held_where_the_l2_cache_is_smaller(cols, held
     assert len(with_gradient) == 1
     assert (larger.held, smaller.held) == held
     if larger.held == smaller.held:
-        # An H200 wants more rows under way at some widths.
-        assert larger.schedule._replace(blocks=smaller.schedule.blocks) == smaller.schedule
-        assert larger.schedule.blocks >= smaller.schedule.blocks
+        # An H200 has a block more under way at these.
+        more = int(cols in (32000, 65536))
+        assert larger.schedule == smaller.schedule._replace(blocks=smaller.schedule.blocks + more)
     else:
         assert smaller in with_gradient
 
