@@ -111,7 +111,8 @@ class Holding(NamedTuple):
 
     Attributes:
         lanes: threads of a program.
-        chunks: vectors of a lane; None for as many as a row needs, so that one program has it alone.
+        chunks: vectors of a lane at most; None for as many as a row needs, so that one program has it alone. Programs
+            that share a row have as many each as divide it best.
         registers: the most that a thread may have; None for those of what is held and 32 more where one program has a
             row alone, and else for as many as the compiler takes.
     """
@@ -151,7 +152,8 @@ class Parts(NamedTuple):
 # alone while two of them have room. The loops' blocks fit few widths; what is held fits all.
 PartsTable = tuple[tuple[int | None, Holding | None], ...]
 
-# Forward and backward, whole calls on an H200 with all of a row asked for at once, in brackets the loop.
+# Forward and backward, whole calls on an H200, in brackets the loop. Up to 49152 classes (24576 in float32) all of a
+# row was asked for at once, where a quarter has a point less.
 GRADIENT_PARTS: dict[int, PartsTable] = {
     2: (
         (2048, None),
@@ -172,13 +174,12 @@ GRADIENT_PARTS: dict[int, PartsTable] = {
         # With fewer registers than else, for two programs to have room. In brackets shared: 8192 x 50257 96.5% (92.1%),
         # 8192 x 51200 97.7% (92.0%).
         (51200, Holding(256, registers=128)),
-        # In brackets 12 chunks and 96 registers: 8192 x 57344 92.7% (88.8%).
-        (57344, Holding(64, 20, 120)),
-        # In brackets 16 chunks and 128 registers: 4096 x 65536 89.2% (87.5%).
-        (98304, Holding(128, 22, 120)),
-        # In brackets (128, 12, 96), which an H100 had in sweeps with 99.8, 101.1%: 4096 x 128256 91.8% (87.7%), 8192 x
-        # 151936 93.5% (89.0%), 4096 x 100352 88.9% (85.0%), 1024 x 262144 86.5% (80.7%).
-        (None, Holding(64, 24, 128)),
+        # 8192 x 57344 94.9%, as wider rows 93.5%.
+        (61440, Holding(128, 20, 120)),
+        # 4096 x 65536 91.7%, 4096 x 98304 92.8% (24 chunks, eight programs a row, 90.1%), 4096 x 128256 94.2%, 4096 x
+        # 129280 94.7%, 8192 x 151936 96.6%, 2048 x 256000 91.6%, 1024 x 262144 87.8%. In parts of 24 of which the last
+        # are not full 128256 has 91.9%, 151936 93.7%; (128, 12, 96), 99.8 and 101.1% on an H100, 87.7 and 89.0%.
+        (None, Holding(64, 23, 128)),
     ),
     4: (
         (4096, None),
@@ -189,7 +190,7 @@ GRADIENT_PARTS: dict[int, PartsTable] = {
         (32768, Holding(512)),
         # In brackets 16 chunks and 128 registers: 2048 x 50257 93.7% (89.2%), with 24 chunks 87.5%.
         (57344, Holding(128, 20, 120)),
-        # 2048 x 65536 96.1% (89.9%), 2048 x 128256 98.4% (92.1%; H100 99.8%).
+        # 2048 x 65536 96.1% (89.9%), 2048 x 128256 99.2% (92.1%; H100 99.8%).
         (None, Holding(128, 24, 128)),
     ),
 }
@@ -248,9 +249,10 @@ def parts_of(table: PartsTable, classes: int, held: int, vector: int) -> Parts |
         chunks = -(-classes // (lanes * vector))
         # Beside what is held, the registers that the arithmetic can be made to do with.
         return Parts(1, lanes, chunks, registers or chunks * vector * held // 4 + 32)
-    count = -(-classes // (lanes * vector * chunks))
+    vectors = -(-classes // (lanes * vector))
+    count = -(-vectors // chunks)
     # A lane looks for the word of each part, and one is for who has left.
-    return Parts(count, lanes, chunks, registers) if count < lanes else None
+    return Parts(count, lanes, -(-vectors // count), registers) if count < lanes else None
 
 
 @lru_cache

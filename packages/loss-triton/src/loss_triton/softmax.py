@@ -376,11 +376,15 @@ _FORWARD_PARTS_2_BYTES: PartsTable = (
     # As for cross-entropy. In brackets shared: 8192 x 50257 99.0% (92.2%), log-softmax 95.2% (95.2%); 8192 x 51200
     # 99.9% (94.7%).
     (51200, Holding(256, registers=128)),
-    # 8192 x 50257: 92.5 and 100.3% (83.5 and 96.4%).
-    (57344, Holding(64, 12, 96)),
-    # 4096 x 128256: 95.4 and 101.0% (90.9 and 95.9%), log-softmax 97.3 and 101.0% (94.6 and 96.0%). 4096 x 65536:
-    # 91.2%, held by one program 88.5%. More chunks, as cross-entropy has, lose: (64, 24, 128) 90.4%.
-    (None, Holding(128, 12, 96)),
+    # In brackets 12 chunks and 96 registers, with which an H100 has 101.0%. 8192 x 52000: 97.7% (94.6%). 4096 x 65536:
+    # 95.8% (91.2%), log-softmax 97.9% (93.7%); held by one program 88.5%. 4096 x 100352: 98.8% (93.1%). 4096 x 128256:
+    # 99.2% (95.2%), log-softmax 100.2% (97.3%). 4096 x 129280: 98.1% (95.6%).
+    (143360, Holding(128, 20, 128)),
+    # Not by eight programs a row, nor by sixteen: 8192 x 151936 98.3% (95.2%), by eight 95.2%; 4096 x 128256 91.0%,
+    # 1024 x 262144 89.4%. Perhaps since what runs at a time is then so many rows, which start and end as one.
+    (163840, Holding(128, 17, 128)),
+    # 2048 x 200064: 97.1% (91.7%). 2048 x 256000: 96.2% (92.2%). 1024 x 262144: 94.4% (89.5%).
+    (None, Holding(128, 20, 128)),
 )
 _FORWARD_PARTS_4_BYTES: PartsTable = (
     (8192, None),
@@ -388,14 +392,17 @@ _FORWARD_PARTS_4_BYTES: PartsTable = (
     (24576, Holding(256)),
     # 4096 x 30000: 98.1% (93.7%). 4096 x 32768: 98.7% (95.7%).
     (32768, Holding(512)),
-    (None, Holding(128, 12, 96)),
+    # In brackets 12 chunks and 96 registers. 2048 x 65536: 99.3% (98.2%). 2048 x 128256: 100.2% (97.4%).
+    (None, Holding(128, 19, 128)),
 )
-# 8192 x 32000: 101.3 and 101.9% (99.6 and 97.8%). 8192 x 50257: 98.2 and 102.6% (94.8 and 98.3%). 4096 x 128256: 97.5
-# and 103.0% (80.5 and 79.1%).
-_SHARED_BACKWARD = Holding(128, 8)
-# 8192 x 28000: 100.9% (94.0%). 8192 x 50257: 101.2 and 101.8% (98.4 and 97.6%). 4096 x 128256: 103.9 and 102.5% (98.3
-# and 98.2%).
-_SHARED_LOG_BACKWARD = Holding(128, 8, 96)
+# Softmax, log-softmax. In brackets 8 chunks with as many registers as the compiler takes, or 96 for log-softmax, with
+# which an H100 has 101.8 to 103.0%. 8192 x 28000: 101.5% (97.1%), 100.9% (101.1%). 8192 x 32000: 101.2% (100.8%). 8192
+# x 50257: 103.2% (98.3%), 100.4% (100.6%). 4096 x 65536: 102.1% (95.4%). 4096 x 128256: 103.4% (96.4%), 104.0%
+# (104.1%). 8192 x 151936: 103.9% (98.9%). Float32: 4096 x 30000: 97.9% (94.9%). 2048 x 50257: 100.7% (90.2%), 102.0%
+# (101.5%). 2048 x 65536: 96.9% (98.6%). 2048 x 128256: 95.3% (93.8%), 102.5% (101.5%).
+_SHARED_BACKWARD = Holding(128, 10, 128)
+# Log-softmax, 8192 x 32000: 103.0%, as wider rows 100.6%.
+_FOUR_LOG_BACKWARD = Holding(128, 8, 96)
 # Softmax, log-softmax. 8192 x 10000: 98.9% (98.5%), 99.4% (94.4%). 8192 x 14000: 100.6% (99.5%), 100.4% (100.2%).
 # 4096 x 16384: 97.9% (96.1%), 98.5% (98.7%); float16 98.1% (96.1%). 8192 x 20011: 100.5% (98.3%), 101.4% (94.5%).
 # 8192 x 24576: 101.6% (100.4%), 101.8% (96.5%; shared 102.4%). 16384 x 5000: 99.0% (98.1%), 98.7% (96.1%), but 4096 x
@@ -409,11 +416,15 @@ _PARTS: dict[tuple[str, bool, int], PartsTable] = {
     ("forward", True, 2): _FORWARD_PARTS_2_BYTES,
     ("forward", False, 4): _FORWARD_PARTS_4_BYTES,
     ("forward", True, 4): _FORWARD_PARTS_4_BYTES,
-    # 8192 x 28000: 97.0% (95.5%).
     ("backward", False, 2): (*_WHOLE_BACKWARD_2_BYTES, (None, _SHARED_BACKWARD)),
-    ("backward", True, 2): (*_WHOLE_BACKWARD_2_BYTES, (None, _SHARED_LOG_BACKWARD)),
+    ("backward", True, 2): (
+        *_WHOLE_BACKWARD_2_BYTES,
+        (28672, _SHARED_BACKWARD),
+        (32768, _FOUR_LOG_BACKWARD),
+        (None, _SHARED_BACKWARD),
+    ),
     ("backward", False, 4): (*_WHOLE_BACKWARD_4_BYTES, (28672, None), (None, _SHARED_BACKWARD)),
-    ("backward", True, 4): (*_WHOLE_BACKWARD_4_BYTES, (32768, None), (None, _SHARED_LOG_BACKWARD)),
+    ("backward", True, 4): (*_WHOLE_BACKWARD_4_BYTES, (32768, None), (None, _SHARED_BACKWARD)),
 }
 
 
@@ -496,12 +507,12 @@ def _plan(
     rows_each, block, hold, warps, ahead = _schedule(direction, classes, LOG, size)
     vector, edges = _vectors_and_edges(rows, classes, places)
     key, threads = (device.index, *dtypes), 32 * warps
-    whole, loop, shared = _KERNELS[direction]
-    held = size if direction == "forward" else 2 * size
-    how = parts_of(_PARTS[direction, LOG, size], classes, held, vector) if had_better_hold(device) else None
+    whole, loop, in_parts = _KERNELS[direction]
+    bytes_held = size if direction == "forward" else 2 * size
+    how = parts_of(_PARTS[direction, LOG, size], classes, bytes_held, vector) if had_better_hold(device) else None
     if how is not None:
         constants = LOG, how.chunks, how.lanes, vector, edges, patience(device.index), how.programs > 1
-        launch = prepared(shared, key, constants, how.lanes, how.registers)
+        launch = prepared(in_parts, key, constants, how.lanes, how.registers)
         return _Plan(launch, rows * how.programs, (classes,), how.programs)
     if hold:
         of_forward = (ahead,) if direction == "forward" else ()
