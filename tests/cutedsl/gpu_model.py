@@ -292,7 +292,7 @@ class Launch:
 
     # Threads that meet
 
-    def meet(self, key, count, ordered=True, value=None, combine=None):
+    def meet(self, key, count, ordered=True, value=None, combine=None, waits=True):
         """Wait for so many threads; what all of them brought, or what the last has made of it."""
         if key not in self.meetings:
             self.meetings[key] = {}, self.order.new(), count
@@ -307,15 +307,20 @@ class Launch:
             if combine:
                 values.update(combine(values))
             self.turns.wake((key, id(values)))
+        if len(values) == count or not waits:
             self.turns.pause()
         else:
             self.turns.wait((key, id(values)))
-        if ordered:
+        if ordered and waits:
             self.order.take(self.me, clock)
         return values
 
     def barrier(self):
         self.meet(("block", self.block), self.schedule.threads)
+
+    def barrier_arrive(self, threads):
+        assert threads == self.schedule.threads
+        self.meet(("block", self.block), threads, waits=False)
 
     def cluster_barrier(self):
         self.meet(("cluster", self.me // self.in_cluster), self.in_cluster)
@@ -574,7 +579,13 @@ class Launch:
         assert address % VECTOR_BYTES == 0
         return self.words([read(address + at, self.size) for at in range(0, VECTOR_BYTES, self.size)])
 
-    def load_global_or(self, address, wanted, word):
+    def load_global(self, address, wanted=None, policy=None):
+        assert wanted is None
+        assert policy == self.eviction, "asked for by another policy than the kernel's"
+        return self.read_vector(address, self.read)
+
+    def load_global_or(self, address, wanted, word, policy=None):
+        assert policy in (None, self.eviction)
         return self.read_vector(address, self.read) if wanted else [word] * 4
 
     def store_global(self, address, words, predicate):
@@ -695,6 +706,10 @@ class Launch:
                     registers[operands[0]] = value(operands[1] if registers[operands[3]] else operands[2])
                 case ["mov", _]:
                     registers[operands[0]] = value(operands[1])
+                case ["abs", "f32"]:
+                    registers[operands[0]] = np.abs(value(operands[1]))
+                case ["mul", "f32"]:
+                    registers[operands[0]] = value(operands[1]) * value(operands[2])
                 case ["cvt", to, of]:
                     registers[operands[0]] = value(operands[1], min(to, of, key=lambda kind: int(kind[1:])))
                 case ["ld", space, kind]:
@@ -740,6 +755,7 @@ ARITHMETIC = {
         const_expr=bool, range_constexpr=range, range=lambda *bounds, unroll: range(*map(int, bounds))
     ),
     "exp2": np.exp2, "log2": np.log2, "maximum": np.fmax, "smaller": min, "larger": max, "float_of": float32,
+    "larger_pair": lambda dtype, a, b: tuple(map(np.fmax, a, b)),
     "divide": lambda a, b: a / b, "message_of": message_of, "number_of": number_of,
     "fma": lambda a, b, c: float32(np.float64(a) * np.float64(b) + np.float64(c)),
     "select_below": lambda index, bound, inside, outside: inside if 0 <= index < bound else outside,

@@ -102,7 +102,7 @@ def test_plain_forward(capability, l2_bytes, variant):
         options(False, "linear", "mean" if scalar else "none"),
     )  # fmt: skip
     assert callable(plan.launch)
-    assert plan.constants[:2] == (cols, form.schedule.chunks(vectors))
+    assert plan.constants[:2] == (cols, 1 if form.at_once else form.schedule.chunks(vectors))
     assert plan.constants[2] <= machine.block_bytes
 
 
@@ -126,8 +126,10 @@ def test_forward_without_gradient(machine, variant):
         (32776, False, "mean", H200_L2, None),
         (16384, False, "mean", H100_L2, "evict_first"),
         (16392, False, "mean", H100_L2, None),
-        # These stream.
-        (4096, False, "mean", H200_L2, None),
+        (4096, False, "mean", H200_L2, "evict_first"),
+        # Too wide; and these stream.
+        (32776, False, "sum", H100_L2, None),
+        (10**6, False, "mean", H200_L2, None),
         (16384, True, "mean", H200_L2, "evict_last"),
         (16384, True, "none", H100_L2, "evict_last"),
         # A backward may read the logits again.

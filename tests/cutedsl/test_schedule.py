@@ -191,6 +191,14 @@ def test_plain_schedules_fit_and_take_every_vector_of_a_row(l2_bytes, capability
         most = vectors
         schedule, held = found
         assert held or not gradient
+        if found.at_once:
+            assert not held
+            assert 64 <= schedule.threads == schedule.row_threads <= 1024
+            assert schedule.cluster == 1
+            assert schedule.blocks * schedule.threads <= 2048
+            # What a thread has of a row, beside which it needs some two dozen more.
+            assert 4 * -(-vectors // schedule.threads) + 24 <= 65536 // (schedule.blocks * schedule.threads)
+            continue
         assert machine.clusters or schedule.cluster == 1
         assert schedule.cluster <= 8, "what every GPU with clusters allows"
         assert schedule.stages == schedule.groups == 1
@@ -211,8 +219,9 @@ def test_plain_schedules_fit_and_take_every_vector_of_a_row(l2_bytes, capability
     ("cols", "held"),
     [
         (4096, (False, False)),
-        (8192, (True, True)),
-        (32000, (True, True)),
+        (8192, (False, False)),
+        (16384, (False, True)),
+        (32000, (False, True)),
         (32003, (False, True)),
         (50257, (False, True)),
         (65536, (True, True)),
@@ -232,11 +241,28 @@ def test_more_of_the_loss_alone_is_held_where_the_l2_cache_is_smaller(cols, held
     assert len(with_gradient) == 1
     assert (larger.held, smaller.held) == held
     if larger.held == smaller.held:
-        # An H200 has a block more under way at these.
-        more = int(cols in (32000, 65536))
+        # An H200 has a block more under way here.
+        more = int(cols == 65536)
         assert larger.schedule == smaller.schedule._replace(blocks=smaller.schedule.blocks + more)
     else:
         assert smaller in with_gradient
+
+
+@pytest.mark.parametrize("width", [4, 8])
+@pytest.mark.parametrize("vectors", [129, 300, 640, 1024, 2048, 2049, 4096, 6283])
+def test_vectors_of_rows_in_registers(vectors, width):
+    """Wherever a row begins, each vector that is all of it has a place, and those that count as full are all of it."""
+    machine = _schedule.machine((9, 0), 132, H200_L2)
+    for cols in range(vectors * width - width + 1, vectors * width + width):
+        ragged = cols % width != 0
+        form = _schedule.plain(machine, _schedule.most_vectors(cols, width, ragged), ragged, False)
+        assert form.at_once
+        schedule, full = _schedule.in_registers(form.schedule, cols * 16 // width)
+        assert full in (schedule.unroll - 1, schedule.unroll)
+        for phase in range(width if ragged else 1):
+            whole = range(int(phase > 0), (phase + cols) // width)
+            assert whole[-1] < schedule.unroll * schedule.threads
+            assert full * schedule.threads <= whole[-1] + 1
 
 
 @pytest.mark.parametrize("cols", [4096, 32003, 50257, 128256])

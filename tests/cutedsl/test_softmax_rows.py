@@ -170,3 +170,27 @@ def test_layouts(monkeypatch, dtype, layout, backward, held, schedule):
 def test_rows_that_are_read_twice(monkeypatch, cols, offset, backward, schedule):
     case = Case(schedule, 1, 4, cols, backward, offset == 0, held=False)
     check(monkeypatch, case._replace(offset=offset, out_offset=offset, dy_offset=offset), seeds=1)
+
+
+class Far(Case):
+    """Rows far from zero, of ties, and with all of the probability at one place."""
+
+    def inputs(self):
+        largest = np.finfo(float32).max
+        x = 3 * np.random.default_rng(self.cols).standard_normal((self.rows, self.cols))
+        x += np.array([0.0, 1e4, -1e4, 1e6, -7e8, 7e8, -(2.0**32), 1e30, 0.0])[:, None]
+        x[8] = -largest
+        x[::4, 1:] -= 1e4
+        return (x.clip(-largest, largest).astype(float32),)
+
+    def exact(self):
+        # From the maximum: far from zero float64 has no digits to spare either.
+        x = torch.tensor(self.inputs()[0]).double()
+        return (torch.log_softmax if self.log else torch.softmax)(x - x.amax(-1, keepdim=True), -1)
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("held", [True, False])
+@dtypes
+def test_rows_far_from_zero(monkeypatch, dtype, held, log):
+    check(monkeypatch, Far(BLOCK, 1, 9, 300, log=log, dtype=dtype, held=held), seeds=1)

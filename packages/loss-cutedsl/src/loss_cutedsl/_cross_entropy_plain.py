@@ -1,7 +1,7 @@
 """Cross-entropy's forward in the plain case, at its best: a block, or a cluster, has one row and ends with it.
 
-It copies the row to shared memory, sums it, tells its loss and writes the gradient. Without a gradient some widths need
-not be held, but stream through registers. As many blocks as there is room for
+It copies the row to shared memory, sums it, tells its loss and writes the gradient. Without a gradient a row is in
+registers, all of it asked for at once, ignored or not; or it streams through them. As many blocks as there is room for
 are under way at a time, so that the start and the end of one fall together with the middle of others. None waits for
 what it has stored, and none for another block, but for two things:
 
@@ -25,16 +25,21 @@ from ._device import (
     LOWEST,
     add,
     add_64,
+    argument_of,
     cluster_wait,
     commit,
     divide,
+    exp2,
     float_of,
+    fma,
     larger,
     load_element,
+    load_global,
     load_global_or,
     load_relaxed_64,
     load_relaxed_four,
     load_shared,
+    maximum,
     message_of,
     number_of,
     pack,
@@ -100,7 +105,8 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
 
     Compile-time facts as in ``CrossEntropyForward``, of which this is the case without weights, smoothing, softcap,
     statistics and shards; ``held``: whether rows are copied to shared memory, always so with ``gradient``;
-    ``eviction``: the L2's policy for what is then copied.
+    ``full``: None, or for rows that are all in registers what ``_schedule.in_registers`` says; ``eviction``: the L2's
+    policy for rows that do not stream.
     """
 
     smoothing = weighted = stats = shard = False
@@ -108,10 +114,11 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
 
     def __init__(
         self, dtype, schedule: Schedule, ragged: bool, *, target_bits: int, gradient: bool, scalar: bool,
-        held: bool, eviction: Eviction | None,
+        held: bool, full: int | None, eviction: Eviction | None,
     ):  # fmt: skip
         super().__init__(dtype, schedule, ragged, PLAIN_ENTRY_WORDS)
         self.held = held
+        self.full = full
         self.target_bits = target_bits
         self.gradient = gradient
         self.scalar = scalar
@@ -238,6 +245,8 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
             self.fetch_row(facts, it, s_row, g_vectors, phase, vectors, target)
         # Asked for now, so that it has come by the time that the row has.
         word = self.look(facts, it)
+        if cutlass.const_expr(self.full is not None):
+            words, end = self.ask_for_row(facts, it, g_vectors, phase, vectors)
         y = self.column(facts, target)
         has_target, x_y = self.own_target(facts, g_vectors, phase, y)
         if cutlass.const_expr(self.cluster > 1):
@@ -248,6 +257,8 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
             slots = facts.chunks * self.unroll
             self.mask_ends([s_row], facts.first, phase, vectors, slots, facts.cols, Float32(float("-inf")))
             highest, total = self.sum_row(facts, s_row)
+        elif cutlass.const_expr(self.full is not None):
+            highest, total = self.sum_registers(facts, words, end)
         else:
             highest, total = self.stream_row(facts, it, g_vectors, phase, vectors, target)
         if cutlass.const_expr(self.gradient):
@@ -318,6 +329,38 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
                 x = load_element(self.dtype, g_vectors + Int64(at) * self.element_bytes)
                 highest, total = self.absorb_values([x], facts.power, highest, total)
         return highest, total
+
+    @cute.jit
+    def ask_for_row(self, facts, it, g_vectors, phase, vectors):
+        """All words of a row, and this lane's element at its ends, or -inf, before anything is known of the row."""
+        end = Float32(float("-inf"))
+        if cutlass.const_expr(self.ragged):
+            wanted, at, _ = self.end_of_row(facts.first, phase, vectors, facts.cols)
+            if wanted:
+                end = load_element(self.dtype, g_vectors + Int64(at) * self.element_bytes)
+        policy = self.policy()
+        g_first = g_vectors + Int64(facts.first) * VECTOR_BYTES
+        words = []
+        for u in cutlass.range_constexpr(self.unroll):
+            g_vector = g_first + u * self.step * VECTOR_BYTES
+            if cutlass.const_expr(u < self.full and not (self.ragged and u == 0)):
+                words = words + load_global(g_vector, None, policy)
+            else:
+                whole = self.whole(self.vector(facts.first, u), phase, vectors, facts.cols)
+                words = words + load_global_or(g_vector, whole, self.lowest(), policy)
+        return words, end
+
+    @cute.jit
+    def sum_registers(self, facts, words, end):
+        """As ``sum_row``, of what ``ask_for_row`` gave."""
+        highest = self.highest_of(words, Float32(LOWEST))
+        if cutlass.const_expr(self.ragged):
+            highest = maximum(highest, end)
+        factor, bias, unit = argument_of(highest, facts.power)
+        total = self.total_of(words, factor, bias)
+        if cutlass.const_expr(self.ragged):
+            total = total + exp2(fma(end, factor, bias))
+        return highest, divide(total, unit)
 
     def chunk_words(self, facts, g_vectors, phase, vectors, chunk):
         """The words of a chunk, -inf where a vector is not (all of) the row's."""

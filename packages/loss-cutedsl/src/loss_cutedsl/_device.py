@@ -45,6 +45,12 @@ def maximum(a, b):
     return ptx("max.f32 {$w0}, {$r0}, {$r1};", [Float32], [a, b])
 
 
+def larger_pair(dtype, a, b):
+    """``maximum`` of two 16-bit elements at a time: a word."""
+    kind = "bf16x2" if dtype is BFloat16 else "f16x2"
+    return ptx(f"max.{kind} {{$w0}}, {{$r0}}, {{$r1}};", [Uint32], [a, b])
+
+
 def maximum_or_nan(a, b):
     return ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", [Float32], [a, b])
 
@@ -70,6 +76,25 @@ def select_below(index, bound, inside, outside):
         [Float32],
         [index, bound, inside, outside],
     )
+
+
+def argument_of(highest, power):
+    """Factor, bias and unit with which 2**((t - highest) * power) is 2**(t * factor + bias) / unit, for t <= highest.
+
+    One instruction for the argument instead of two. The bias is rounded, which the unit takes back: it is the same
+    power of ``highest``, so that of ``highest`` itself exactly 1 is left. From a bias of 2**30 on, whose rounding could
+    be too much for that, float32 numbers lie so far apart that the result is 1 or 0; it is with any factor that keeps
+    them apart, and a power of two rounds nothing.
+    """
+    factor = ptx(
+        "{ .reg .pred p, q; .reg .f32 a, b, c; mul.f32 b, {$r0}, {$r1}; abs.f32 b, b; setp.lt.f32 p, b, 0f4E800000;"
+        " abs.f32 a, {$r0}; setp.gt.f32 q, a, 0f53800000; selp.f32 c, 0f3F800000, 0f5F800000, q;"
+        " selp.f32 {$w0}, {$r1}, c, p; }",
+        [Float32],
+        [highest, power],
+    )
+    bias = Float32(0.0) - highest * factor
+    return factor, bias, exp2(fma(highest, factor, bias))
 
 
 def moderate(x):
@@ -168,18 +193,22 @@ def store_shared(s_address, words):
     ptx("st.shared.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };", None, [s_address, *words])
 
 
-def load_global(g_address, predicate=None):
-    return list(ptx("ld.global.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];", [Uint32] * 4, [g_address], predicate))
+def load_global(g_address, predicate=None, policy=None):
+    hint, operand, policies = ("", "", ()) if policy is None else (".L2::cache_hint", ", {$r1}", (policy,))
+    code = f"ld.global{hint}.v4.b32 {{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, [{{$r0}}]{operand};"
+    return list(ptx(code, [Uint32] * 4, [g_address, *policies], predicate))
 
 
-def load_global_or(g_address, wanted, word):
+def load_global_or(g_address, wanted, word, policy=None):
     """16 bytes, or four times ``word`` where they are not wanted."""
+    hint, operand, policies = ("", "", ()) if policy is None else (".L2::cache_hint", ", {$r3}", (policy,))
     return list(
         ptx(
             "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; mov.b32 {$w0}, {$r2}; mov.b32 {$w1}, {$r2}; mov.b32 {$w2}, {$r2};"
-            " mov.b32 {$w3}, {$r2}; @p ld.global.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}]; }",
+            " mov.b32 {$w3}, {$r2};"
+            f" @p ld.global{hint}.v4.b32 {{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, [{{$r0}}]{operand}; }}",
             [Uint32] * 4,
-            [g_address, Int32(wanted), word],
+            [g_address, Int32(wanted), word, *policies],
         )
     )
 
@@ -783,6 +812,38 @@ class StagedRows:
         raised = maximum(highest, tree(t, maximum))
         fresh = [exp2((value - raised) * power) for value in t]
         return raised, fma(total, exp2((highest - raised) * power), tree(fresh, add))
+
+    def highest_of(self, words, highest):
+        """The largest of ``highest`` and the elements of words."""
+        if self.dtype is not Float32:
+            words = [tree(words, lambda a, b: larger_pair(self.dtype, a, b))]
+        return maximum(highest, tree(unpack(self.dtype, words), maximum))
+
+    @cute.jit
+    def sum_staged(self, s_row, chunks, power):
+        """Maximum and sum of 2**((t - maximum) * power) of the elements that this thread has in its slots.
+
+        It reads them twice: with the maximum known they take fewer instructions than a running one costs.
+        """
+        highest = Float32(LOWEST)
+        for chunk in cutlass.range(chunks, unroll=1):
+            highest = self.highest_of(self.staged_words(s_row, chunk), highest)
+        factor, bias, unit = argument_of(highest, power)
+        total = Float32(0.0)
+        for chunk in cutlass.range(chunks, unroll=1):
+            total = total + self.total_of(self.staged_words(s_row, chunk), factor, bias)
+        return highest, divide(total, unit)
+
+    def total_of(self, words, factor, bias):
+        """The sum of 2**(t * factor + bias) over the elements of words."""
+        return tree([exp2(fma(value, factor, bias)) for value in unpack(self.dtype, words)], add)
+
+    def staged_words(self, s_row, chunk):
+        """The words of one chunk in this thread's slots."""
+        words = []
+        for u in range(self.unroll):
+            words += load_shared(self.slot(s_row, chunk * self.unroll + u))
+        return words
 
     def reduce_row(self, s_scratch, parity, thread, rank, power, highest, total, sums=(), best=None):
         """Reduce over the threads of a row: a (maximum, sum) pair, plain sums, and a (key, index) argmax."""

@@ -367,10 +367,18 @@ def streamed(machine: Machine, vectors: int, ragged: bool = False, element_bytes
 
 
 class Form(NamedTuple):
-    """How the plain case takes a row: by which schedule, and whether it is held in shared memory."""
+    """How the plain case takes a row: by which schedule, and whether it is held in shared memory.
+
+    A row that is not streams through registers, or is all in them, of one block, where the schedule's ``unroll`` is 0.
+    """
 
     schedule: Schedule
     held: bool
+
+    @property
+    def at_once(self) -> bool:
+        """Whether all of a row is in registers."""
+        return not self.schedule.unroll
 
 
 def _held(threads: int, cluster: int, unroll: int, blocks: int) -> Form:
@@ -379,6 +387,10 @@ def _held(threads: int, cluster: int, unroll: int, blocks: int) -> Form:
 
 def _streamed(threads: int, unroll: int, blocks: int) -> Form:
     return Form(Schedule(threads, threads, 1, 1, unroll, blocks), False)
+
+
+def _at_once(threads: int, blocks: int) -> Form:
+    return Form(Schedule(threads, threads, 1, 1, 0, blocks), False)
 
 
 class Width(NamedTuple):
@@ -429,22 +441,41 @@ PLAIN = (
     Width(32770, _held(256, 8, 2, 3), _held(256, 8, 1, 3)),
 )
 
-# The loss alone, whole calls on an H200, streamed through registers and held: 32768 x 4096 84.3 and 78.5%, 32768 x 8192
-# 92.1 and 95.0%, 4096 x 16384 73.5 and 76.8%, 8192 x 32000 91.5 and 92.5%, 8192 x 50257 95.1 and 91.7%, 4096 x 128256
-# 98.9 and 89.1%, 8192 x 151936 104.1 and 95.5%, 4096 x 32768 float32 90.5 and 96.7%.
+# The loss alone, whole calls on H200s, which differ by a point and a half. In brackets what had been best before rows
+# were in registers: copied to shared memory or streamed. Each number of vectors a thread has is a binary of its own.
+#
+# A multiprocessor has 120 to 190 KiB of rows under way, and its threads less to do: no copies to start, one look at
+# each word for the maximum and one for the sum, where the running maximum of what streams takes two instructions more
+# an element. A row that fits badly loses, as 7000 columns do in 256 threads: 84.3%, in 128 95.0%.
 LOSS_ALONE = (
-    Width(256, None, None),
-    Width(512, _streamed(64, 4, 16), None),
-    # 32768 x 5120: 84.3%, as with a gradient 79.6%.
-    Width(640, _held(64, 1, 2, 16), None),
-    Width(1280, None, None),
-    # Six blocks a multiprocessor, not five. 16384 x 12288: 90.5 and 88.9%; 16384 x 14336: 90.4 and 86.7%; but 4096 x
-    # 16384: 73.9 and 74.7%.
-    Width(1792, _held(256, 1, 2, 6), None),
-    Width(2048, None, None),
-    Width(3584, None, _streamed(128, 4, 8)),
-    # 8192 x 32000: 92.5 and 90.8%; four vectors a step 73.0%, for want of registers.
-    Width(4096, _held(256, 2, 2, 6), _streamed(128, 4, 8)),
+    # 65536 x 1500: 76.9% (55.1%); 1501: 76.3% (55.2%).
+    Width(192, _at_once(64, 20), _at_once(64, 20)),
+    # 65536 x 2048: 89.4% (76.5%); 2001: 84.8% (63.6%).
+    Width(256, _at_once(64, 16), _at_once(64, 16)),
+    # 65536 x 2560: 88.5% (59.4%); 3000: 88.4% (67.0%); 3001: 91.4%.
+    Width(384, _at_once(64, 12), _at_once(64, 12)),
+    # 32768 x 4096: 90.8% (77.2%); 4001: 86.8% (64.1%). 32768 x 5120: 91.6% (85.2%). 32768 x 6000: 93.5%; 6001: 92.4%
+    # (75.3%).
+    Width(768, _at_once(128, 8), _at_once(128, 8)),
+    # 32768 x 7000: 94.8%.
+    Width(960, _at_once(128, 6), _at_once(128, 6)),
+    # 32768 x 8192: 95.2 to 97.3% (93.5 to 94.1%), 128 threads half a point less; 4096 x 8192: 65.5% (62.0%). 32768 x
+    # 8191: 95.6% (61.5%).
+    Width(1026, _at_once(256, 5), _at_once(128, 6)),
+    # 16384 x 9216: 91.6% (87.4%).
+    Width(1280, _at_once(256, 5), _at_once(256, 5)),
+    # 16384 x 12288: 94.4% (90.7%). 16384 x 12001: 93.5%.
+    Width(1536, _at_once(256, 4), _at_once(256, 3)),
+    # 16384 x 14336: 94.8%. 16384 x 16384: 97.0% (93.5%), 4096 x 16384: 80.8% (75.5%); 16384 x 16385: 91.7% (79.1%).
+    # 8192 x 20480: 91.1% (88.4%), 20011: 90.8%. 8192 x 24576: 91.8% (89.2%), by clusters of two 92.8%; 25003: 90.7%.
+    Width(3456, _at_once(256, 3), _at_once(256, 3)),
+    # 8192 x 28672: 94.8% (90.5%). 8192 x 32000: 95.4 to 96.7% (92.8 to 94.4%), of 1024 threads 95.5 to 97.3%; 32003:
+    # 94.6% (88.1 to 89.6%). 8192 x 16384 float32: 94.1% (93.1%).
+    Width(4098, _at_once(512, 2), _at_once(512, 2)),
+    # 8192 x 40960: 97.3% (91.1%); 40001: 97.0%. 8192 x 49152: 99.0% (95.9%). 8192 x 50257: 99.1% (92.4%). 8192 x 20011
+    # float32: 98.0%. By clusters, or more threads, 56 to 85%.
+    Width(6402, _at_once(256, 2), _at_once(256, 2)),
+    # 8192 x 57344: 95.7%, in registers 93.9%; 57345: 93.4 and 89.4%.
     Width(7168, None, _streamed(128, 4, 8)),
     # 4096 x 32768 float32: 95.8 and 94.7%; streamed by eight blocks of 128 threads 91%. 4096 x 65536: 90.6 and 85.5%.
     Width(8192, _held(256, 4, 2, 6), _streamed(128, 4, 8)),
@@ -452,12 +483,12 @@ LOSS_ALONE = (
     Width(LARGEST, _streamed(256, 4, 4), _streamed(256, 4, 4)),
 )
 
-# For an L2 cache smaller than an H200's, as an H100's is (50 MiB): from 2049 vectors on all is held that fits. Whole
+# For an L2 cache smaller than an H200's, as an H100's is (50 MiB): from 1537 vectors on all is held that fits. Whole
 # calls on an H100, held and streamed: 8192 x 50257 97.5 and 94.5%, 4096 x 128256 101.7 and 97.5%. Other widths follow
-# the nearest of these.
+# the nearest of these. Rows in registers are not measured there.
 SMALLER_L2 = 60 * 2**20
 LOSS_ALONE_SMALLER_L2 = (
-    *(width for width in LOSS_ALONE if width.most <= 2048), Width(7168, None, None),
+    *(width for width in LOSS_ALONE if width.most <= 1536), Width(7168, None, None),
     Width(8192, _held(256, 4, 2, 5), None),
 )  # fmt: skip
 
@@ -471,6 +502,8 @@ def plain(machine: Machine, vectors: int, ragged: bool, gradient: bool) -> Form 
         return None
     form = None if gradient else _of_width(_loss_alone(machine), vectors, ragged)
     form = form or _of_width(PLAIN, vectors, ragged)
+    if form is not None and form.at_once:
+        return form
     if form is not None and (machine.clusters or form.schedule.cluster == 1):
         if shared_bytes(form.schedule, vectors, int(form.held), PLAIN_ENTRY_WORDS) <= machine.block_bytes:
             return form
@@ -489,6 +522,16 @@ def _of_width(table: tuple[Width, ...], vectors: int, ragged: bool) -> Form | No
     return width.ragged if ragged else width.aligned
 
 
+def in_registers(schedule: Schedule, row_bytes: int) -> tuple[Schedule, int]:
+    """The schedule with as many vectors a thread as rows have, and how many of these are full.
+
+    Of any row those of all threads are then there and all of the row, but for the first of a row that begins inside a
+    vector. A row's end that is not all of a vector takes no place: its elements are read one by one.
+    """
+    step = schedule.threads * VECTOR_BYTES
+    return schedule._replace(unroll=-(-row_bytes // step)), row_bytes // step
+
+
 # When the L2 gives up the lines of rows that are copied to shared memory, by PTX's names; None: as those of all else.
 Eviction = Literal["evict_first", "evict_last"]
 
@@ -504,10 +547,8 @@ Eviction = Literal["evict_first", "evict_last"]
 BESIDE_A_RESULT: Eviction = "evict_last"
 
 
-def eviction(machine: Machine, row_bytes: int, form: Form, *, gradient: bool, scalar: bool) -> Eviction | None:
-    """The policy for rows of so many bytes in the plain case of cross-entropy."""
-    if not form.held:
-        return None
+def eviction(machine: Machine, row_bytes: int, *, gradient: bool, scalar: bool) -> Eviction | None:
+    """The policy for rows of so many bytes in the plain case of cross-entropy, but for those that stream."""
     if gradient:
         return BESIDE_A_RESULT
     # Of a loss for each row a backward may read the logits once more.

@@ -297,14 +297,21 @@ def make_forward_plan(
 
 def make_plain_plan(machine, dtype, cols, form, ragged, target_dtype, gradient, byte_dtype, options):
     """Compile a forward of the plain case and prepare its launch."""
-    schedule, held = form
     scalar = options.reduction != "none"
+    row_bytes = cols * dtype.itemsize
+    schedule, held = form
+    full = eviction = None
+    if form.at_once:
+        schedule, full = _schedule.in_registers(schedule, row_bytes)
+    if held or form.at_once:
+        eviction = _schedule.eviction(machine, row_bytes, gradient=gradient, scalar=scalar)
     facts = {
         "target_bits": TARGET_BITS[target_dtype],
         "gradient": gradient,
         "scalar": scalar,
         "held": held,
-        "eviction": _schedule.eviction(machine, cols * dtype.itemsize, form, gradient=gradient, scalar=scalar),
+        "full": full,
+        "eviction": eviction,
     }
     launch = compiled(
         CrossEntropyPlain,
@@ -321,7 +328,7 @@ def make_plain_plan(machine, dtype, cols, form, ragged, target_dtype, gradient, 
         grid=functools.partial(_cross_entropy_plain.grid, schedule, resident, scalar),
         denominator_kind=_denominator_kind(options.reduction, False, byte_dtype),
         gradient=gradient,
-        constants=(cols, schedule.chunks(vectors), shared_bytes, *_numbers(options, cols)),
+        constants=(cols, 1 if form.at_once else schedule.chunks(vectors), shared_bytes, *_numbers(options, cols)),
     )
 
 

@@ -29,6 +29,7 @@ from ._device import (
     LOG2E,
     LOWEST,
     add,
+    argument_of,
     cluster_wait,
     commit,
     divide,
@@ -157,18 +158,19 @@ class SoftmaxForward(SoftmaxRows):
             if cutlass.const_expr(self.held):
                 wait(self.stages - 1)
                 self.mask_ends([s_row], first, phase, vectors, chunks * self.unroll, cols, Float32(float("-inf")))
-            for chunk in cutlass.range(chunks, unroll=1):
-                words = self.chunk_words(s_row, g_vectors, first, chunk, phase, vectors, cols)
-                raw = []
-                for u in cutlass.range_constexpr(self.unroll):
-                    raw = raw + unpack(self.dtype, words[u])
-                highest, total = self.absorb_values(raw, Float32(LOG2E), highest, total)
-            if cutlass.const_expr(self.ragged and not self.held):
-                highest, total = self.absorb_ends(g_vectors, first, phase, vectors, cols, highest, total)
+                highest, total = self.sum_staged(s_row, chunks, Float32(LOG2E))
+            else:
+                for chunk in cutlass.range(chunks, unroll=1):
+                    words = self.chunk_words(s_row, g_vectors, first, chunk, phase, vectors, cols)
+                    raw = []
+                    for u in cutlass.range_constexpr(self.unroll):
+                        raw = raw + unpack(self.dtype, words[u])
+                    highest, total = self.absorb_values(raw, Float32(LOG2E), highest, total)
+                if cutlass.const_expr(self.ragged):
+                    highest, total = self.absorb_ends(g_vectors, first, phase, vectors, cols, highest, total)
             highest, total, sums, best = self.reduce_row(s_scratch, turn, thread, rank, Float32(LOG2E), highest, total)
             turn = (turn + 1) & 3
-            log_total = log2(total) * Float32(LN2)
-            inverse = divide(Float32(1.0), total)
+            factor, bias, scale = self.normalization(highest, total)
 
             next_row = row + self.stages * row_step
             g_next, next_phase, next_vectors, next_low, next_high = self.coming(
@@ -179,13 +181,13 @@ class SoftmaxForward(SoftmaxRows):
                 aligned = out_phase == phase
             if aligned:
                 if cutlass.const_expr(self.ragged):
-                    self.write_ends(s_row, g_vectors, g_out, first, phase, vectors, cols, highest, log_total, inverse)
+                    self.write_ends(s_row, g_vectors, g_out, first, phase, vectors, cols, factor, bias, scale)
                 for chunk in cutlass.range(chunks, unroll=1):
                     words = self.chunk_words(s_row, g_vectors, first, chunk, phase, vectors, cols)
                     for u in cutlass.range_constexpr(self.unroll):
                         index = chunk * self.unroll + u
                         vector = self.vector(first, index)
-                        values = self.results(unpack(self.dtype, words[u]), highest, log_total, inverse)
+                        values = self.results(unpack(self.dtype, words[u]), factor, bias, scale)
                         whole = self.whole(vector, phase, vectors, cols)
                         store_global(g_out + Int64(vector) * VECTOR_BYTES, pack(self.dtype, values), whole)
                         if cutlass.const_expr(self.held):
@@ -196,7 +198,7 @@ class SoftmaxForward(SoftmaxRows):
                     self.start_row(s_row, g_next, first, chunks, next_low, next_high)
                 for col in cutlass.range(first, cols, self.step, unroll=1):
                     x = load_element(self.dtype, g_vectors + (Int64(phase) + Int64(col)) * self.element_bytes)
-                    values = self.results([x], highest, log_total, inverse)
+                    values = self.results([x], factor, bias, scale)
                     store_element(self.dtype, g_out + (Int64(out_phase) + Int64(col)) * self.element_bytes, values[0])
             if cutlass.const_expr(self.held):
                 self.copy_ends(s_row, g_next, first, next_phase, next_vectors, next_low, next_high, cols)
@@ -228,18 +230,30 @@ class SoftmaxForward(SoftmaxRows):
         return highest, total
 
     @cute.jit
-    def write_ends(self, s_row, g_vectors, g_out, first, phase, vectors, cols, highest, log_total, inverse):
+    def write_ends(self, s_row, g_vectors, g_out, first, phase, vectors, cols, factor, bias, scale):
         wanted, at, offset = self.end_of_row(first, phase, vectors, cols)
         if wanted:
             x = self.load_end(s_row, offset, g_vectors, at)
-            self.store_end(g_out, at, self.results([x], highest, log_total, inverse)[0])
+            self.store_end(g_out, at, self.results([x], factor, bias, scale)[0])
         self.leave_ends()
 
-    def results(self, raw, highest, log_total, inverse):
-        """Output elements from input elements."""
+    def normalization(self, highest, total):
+        """What ``results`` needs of a row's maximum and sum."""
         if self.log:
-            return [(x - highest) - log_total for x in raw]
-        return [exp2((x - highest) * Float32(LOG2E)) * inverse for x in raw]
+            return Float32(1.0), highest, log2(total) * Float32(LN2)
+        if self.dtype is Float32:
+            return Float32(LOG2E), highest, divide(Float32(1.0), total)
+        factor, bias, unit = argument_of(highest, Float32(LOG2E))
+        return factor, bias, divide(Float32(1.0), total * unit)
+
+    def results(self, raw, factor, bias, scale):
+        """Output elements from input elements. Of one that has a row alone it is exactly 1, or 0 as a logarithm."""
+        if self.log:
+            return [(x - bias) - scale for x in raw]
+        if self.dtype is Float32:
+            return [exp2((x - bias) * factor) * scale for x in raw]
+        # Rounding to 16 bits leaves nothing of what the unit's division does to a 1.
+        return [exp2(fma(x, factor, bias)) * scale for x in raw]
 
 
 class SoftmaxBackward(SoftmaxRows):
