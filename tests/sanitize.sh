@@ -17,6 +17,7 @@ check "memcheck of rows that Triton shares" memcheck tests/triton/test_parts.py 
 check "racecheck of rows that Triton shares" racecheck tests/triton/test_parts.py --share 1/2 &
 check "memcheck of Triton" memcheck tests/test_softmax.py tests/test_cross_entropy.py --backend triton --share 1/60 &
 check "racecheck of Triton" racecheck tests/test_softmax.py tests/test_cross_entropy.py --backend triton --share 2/60 &
+check "memcheck of CuTe's schedules" memcheck tests/cutedsl/test_widths.py --share 1/8 &
 check "memcheck of CuTe" memcheck tests/test_softmax.py tests/test_cross_entropy.py --backend cutedsl --share 1/60 &
 check "racecheck of CuTe" racecheck tests/test_softmax.py tests/test_cross_entropy.py --backend cutedsl --share 2/60 &
 check "synccheck of CuTe" synccheck tests/test_softmax.py tests/test_cross_entropy.py --backend cutedsl --share 3/60 &

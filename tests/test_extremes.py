@@ -54,6 +54,40 @@ def test_cross_entropy(dtype, classes, gradient, reduction, backend, device):
             close(grad[0], truth[row], dtype, row)
 
 
+# Of which no logit times log2(e) is a float32.
+LEFT = [43.7, -1e4, 3e5, -7e8, 3e9, 1e30]
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize("classes", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_with_one_class_left_has_no_loss(dtype, classes, gradient, backend, device):
+    """Nothing of what rounding did to the exponents is left, and no loss is below 0."""
+    x = torch.full((len(LEFT), classes), -torch.inf, dtype=dtype)
+    target = torch.arange(len(LEFT)) * 7 % classes
+    x[torch.arange(len(LEFT)), target] = torch.tensor(LEFT, dtype=dtype)
+    for row in range(len(LEFT)):
+        logits = x[row : row + 1].to(device).requires_grad_(gradient)
+        loss = loss_core.cross_entropy(logits, target[row : row + 1].to(device), backend=backend)
+        assert float(loss) == 0.0, LEFT[row]
+        if gradient:
+            (grad,) = torch.autograd.grad(loss, logits)
+            assert float(grad.abs().max()) < 2e-7, LEFT[row]
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("classes", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_with_one_class_left_has_its_probability(dtype, classes, op, backend, device):
+    x = torch.full((len(LEFT), classes), -torch.inf, dtype=dtype)
+    x[:, -1] = torch.tensor(LEFT, dtype=dtype)
+    result = getattr(loss_core, op)(x.to(device), -1, backend=backend).cpu().float()
+    wanted = getattr(torch, op)(torch.where(x.isinf(), x, 0.0).double(), -1).float()
+    # The interpreter truncates narrow dtypes.
+    narrow = 0.0 if "cuda" in str(device) else torch.finfo(dtype).eps
+    torch.testing.assert_close(result, wanted, atol=1.5e-7 if dtype == torch.float32 else narrow, rtol=0.0)
+
+
 @pytest.mark.parametrize("op", ["softmax", "log_softmax"])
 @pytest.mark.parametrize("classes", WIDTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
