@@ -50,7 +50,7 @@ def variant(backend: str, name: str) -> Iterator[None]:
 
 
 def _of_triton(patches: contextlib.ExitStack, name: str) -> None:
-    from loss_triton.schedules import Parts
+    from loss_triton.schedules import FORWARD_PARTS, Parts
 
     modules = [importlib.import_module(f"loss_triton.{op}") for op in OPS]
     for module in modules:
@@ -65,7 +65,12 @@ def _of_triton(patches: contextlib.ExitStack, name: str) -> None:
             raise ValueError(
                 f"{name}: {classes} classes are {needed} chunks, and kernels rely on no fewer than there are"
             )
-        return Parts(-(-needed // chunks), 32 * warps, chunks, registers or None)
+        programs = -(-needed // chunks)
+        if programs > 1 and any(table is other for other in FORWARD_PARTS.values()):
+            raise ValueError(
+                f"{name}: {classes} classes are {programs} programs, and one holds a row of the loss alone"
+            )
+        return Parts(programs, 32 * warps, chunks, registers or None)
 
     for module in modules:
         patches.enter_context(mock.patch.object(module, "parts_of", parts_of))

@@ -23,6 +23,10 @@ def test_triton_has_the_schedule_meanwhile():
         for module in (cross_entropy, softmax):
             assert module.parts_of({}, 50257, 2, 8) == schedules.Parts(9, 64, 12, 96)
             assert module.had_better_hold(None)
+        # Its kernel knows no others, and would give the loss of the row's first part.
+        with pytest.raises(ValueError, match="50257 classes are 9 programs"):
+            cross_entropy.parts_of(schedules.FORWARD_PARTS[2], 50257, 2, 8)
+        assert cross_entropy.parts_of(schedules.GRADIENT_PARTS[2], 50257, 2, 8).programs == 9
     with variants.variant("triton", "8,16,0"):
         assert softmax.parts_of({}, 32000, 2, 8) == schedules.Parts(1, 256, 16, None)
     with variants.variant("triton", "loop"):
