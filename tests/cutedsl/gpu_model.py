@@ -292,7 +292,7 @@ class Launch:
 
     # Threads that meet
 
-    def meet(self, key, count, ordered=True, value=None, combine=None, waits=True):
+    def meet(self, key, count, ordered=True, value=None, combine=None):
         """Wait for so many threads; what all of them brought, or what the last has made of it."""
         if key not in self.meetings:
             self.meetings[key] = {}, self.order.new(), count
@@ -307,20 +307,15 @@ class Launch:
             if combine:
                 values.update(combine(values))
             self.turns.wake((key, id(values)))
-        if len(values) == count or not waits:
             self.turns.pause()
         else:
             self.turns.wait((key, id(values)))
-        if ordered and waits:
+        if ordered:
             self.order.take(self.me, clock)
         return values
 
     def barrier(self):
         self.meet(("block", self.block), self.schedule.threads)
-
-    def barrier_arrive(self, threads):
-        assert threads == self.schedule.threads
-        self.meet(("block", self.block), threads, waits=False)
 
     def cluster_barrier(self):
         self.meet(("cluster", self.me // self.in_cluster), self.in_cluster)
