@@ -36,6 +36,11 @@ def cuobjdump() -> str:
     return found
 
 
+def columns(vectors: int, width: int, ragged: bool) -> int:
+    """Of rows that touch so many vectors at most."""
+    return vectors * width - (2 * width - 3 if ragged else 0)
+
+
 def schedules() -> Iterator[tuple[str, Callable[[], object]]]:
     """Of each entry of a table, for each dtype and option that makes another kernel, its name and what compiles it."""
     import torch
@@ -45,22 +50,24 @@ def schedules() -> Iterator[tuple[str, Callable[[], object]]]:
     machine = _schedule.machine((9, 0), 132, 60 * 2**20)
     for dtype in (torch.bfloat16, torch.float32):
         width = _schedule.VECTOR_BYTES // dtype.itemsize
-        for case in _schedule.MEASURED_SOFTMAX:
+        for case in (*_schedule.MEASURED_SOFTMAX, *_schedule.SOFTMAX_IN_REGISTERS):
             for log in (False, True):
                 backward = case.inputs == 2
                 name = f"{'log_' * log}softmax {'backward' if backward else 'forward'} {dtype} {tuple(case.schedule)}"
+                if case.schedule.unroll:
+                    size, make, more = case.most, softmax.make_plan, (True,)
+                else:
+                    size, make, more = columns(case.most, width, case.ragged), softmax.make_plan_in_registers, ()
                 yield (
                     f"{name} {case.most} vectors, ragged {case.ragged}",
-                    partial(
-                        softmax.make_plan, machine, dtype, case.most, case.schedule, case.ragged, backward, log, True
-                    ),
+                    partial(make, machine, dtype, size, case.schedule, case.ragged, backward, log, *more),
                 )
         for gradient, table in ((True, _schedule.PLAIN), (False, _schedule.LOSS_ALONE)):
             for entry in table:
                 for ragged in (False, True):
                     vectors = min(entry.most, WIDEST)
                     form = _schedule.plain(machine, vectors, ragged, gradient)
-                    cols = vectors * width - (2 * width - 3 if ragged else 0)
+                    cols = columns(vectors, width, ragged)
                     yield (
                         f"cross_entropy gradient {gradient} {dtype} {vectors} vectors, ragged {ragged}, {form}",
                         partial(

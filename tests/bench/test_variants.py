@@ -38,13 +38,15 @@ def test_cutedsl_has_the_schedule_meanwhile():
     pytest.importorskip("cutlass.cute", reason="cutedsl: nvidia-cutlass-dsl is not installed")
     from loss_cutedsl import _schedule
 
-    before = _schedule.plain, _schedule.held
-    for name, held in (("256,2,1,6", True), ("s256,2,1,6", False)):
+    before = _schedule.plain, _schedule.held, _schedule.softmax_in_registers
+    for name, held in (("256,2,1,6", True), ("s256,2,1,6", False), ("s256,2,0,6", False)):
         with variants.variant("cutedsl", name):
             form = _schedule.plain("machine", 4000, False, True)
-            assert form == _schedule.Form(_schedule.Schedule(256, 256, 2, 1, 1, 6), held)
+            at_once = name == "s256,2,0,6"
+            assert form == _schedule.Form(_schedule.Schedule(256, 256, 2, 1, int(not at_once), 6), held)
             assert _schedule.held("machine", 4000) == form.schedule._replace(rows=1)
-    assert (_schedule.plain, _schedule.held) == before
+            assert _schedule.softmax_in_registers("machine", 4000, 1, False) == (form.schedule if at_once else None)
+    assert (_schedule.plain, _schedule.held, _schedule.softmax_in_registers) == before
 
 
 CELL = "cross_entropy:both:2x300:fp32"

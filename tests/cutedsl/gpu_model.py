@@ -20,13 +20,14 @@ from loss_cutedsl import (
     _cross_entropy_total,
     _device,
     _meeting_rows,
+    _registers,
     softmax,
 )
 from loss_cutedsl._schedule import VECTOR_BYTES
 
 MODULES = (
-    _device, _meeting_rows, _cross_entropy_rows, _cross_entropy_total, _cross_entropy_plain, _cross_entropy_forward,
-    softmax,
+    _device, _meeting_rows, _registers, _cross_entropy_rows, _cross_entropy_total, _cross_entropy_plain,
+    _cross_entropy_forward, softmax,
 )  # fmt: skip
 float32 = np.float32
 NAN = float32(np.nan)
@@ -583,8 +584,8 @@ class Launch:
         assert policy in (None, self.eviction)
         return self.read_vector(address, self.read) if wanted else [word] * 4
 
-    def store_global(self, address, words, predicate):
-        if predicate:
+    def store_global(self, address, words, predicate=None):
+        if predicate is None or predicate:
             assert address % VECTOR_BYTES == 0
             for lane, value in enumerate(self.unpack(None, words)):
                 self.write(address + lane * self.size, self.size, value)

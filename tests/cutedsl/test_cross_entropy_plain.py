@@ -30,11 +30,19 @@ KINDS = {
 }
 
 
-class Kernel(_cross_entropy_plain.CrossEntropyPlain):
+class Held(_cross_entropy_plain.CrossEntropyHeld):
     lowest = lowest
 
 
-class Hasty(Kernel):
+class Streamed(_cross_entropy_plain.CrossEntropyStreamed):
+    lowest = lowest
+
+
+class InRegisters(_cross_entropy_plain.CrossEntropyInRegisters):
+    lowest = lowest
+
+
+class Hasty(Held):
     def lacks(self, wanted, a, b, c, d):
         """Never: what has not come is taken for 0."""
         return False
@@ -90,17 +98,21 @@ class Case(NamedTuple):
         return x
 
 
-def launch(monkeypatch, case, seed, resident, workspace, kernel_class=Kernel):
+def launch(monkeypatch, case, seed, resident, workspace, held_class=Held):
     """Loss, denominator, lse and gradient, as the kernel leaves them, and the workspace."""
     size = case.dtype.width // 8
     width = 16 // size
     stride, grad_stride = case.cols + case.gap, case.cols + (case.gap if case.in_place else case.grad_gap)
     ragged = any(number % width for number in (case.offset, case.cols, stride, grad_stride))
     vectors = _schedule.most_vectors(case.cols, width, ragged)
-    schedule, full = case.schedule, None
-    if case.at_once:
+    schedule, scalar = case.schedule, case.reduction != "none"
+    eviction = "evict_last" if case.gradient else "evict_first"
+    kernel_class, facts = Streamed, {}
+    if case.held:
+        kernel_class, facts = held_class, {"gradient": case.gradient, "eviction": eviction}
+    elif case.at_once:
         schedule, full = _schedule.in_registers(schedule, case.cols * size)
-    scalar = case.reduction != "none"
+        kernel_class, facts = InRegisters, {"full": full, "eviction": eviction}
     memory = Memory()
 
     arguments = dict.fromkeys(("g_grad",), 0) | denominator_arguments(memory, case)
@@ -113,10 +125,8 @@ def launch(monkeypatch, case, seed, resident, workspace, kernel_class=Kernel):
             else memory.matrix(GRAD, size, empty, grad_stride, case.offset, writable=True)
         )
     kernel = in_python(kernel_class)(
-        case.dtype, schedule, ragged, target_bits=case.target_bits, gradient=case.gradient, scalar=scalar,
-        held=case.held, full=full,
-        eviction="evict_last" if case.gradient else "evict_first" if case.held or case.at_once else None,
-    )  # fmt: skip
+        case.dtype, schedule, ragged, target_bits=case.target_bits, scalar=scalar, **facts
+    )
     Launch(
         kernel, memory, (case.rows + case.parts * scalar) * schedule.cluster, seed, resident,
         shared_bytes=_schedule.shared_bytes(schedule, vectors, int(case.held), PLAIN_ENTRY_WORDS),
@@ -302,9 +312,7 @@ def test_sums_that_are_added_before_they_have_come_are_found_out(monkeypatch):
 
 def run_alone(monkeypatch, memory, rows, function, **given):
     """Run a function of the kernel's by one block."""
-    kernel = in_python(Kernel)(
-        Float32, ONE, False, target_bits=64, gradient=False, scalar=True, held=True, full=None, eviction=None
-    )
+    kernel = in_python(Held)(Float32, ONE, False, target_bits=64, gradient=False, scalar=True, eviction=None)
     launched = Launch(kernel, memory, 1, 0, 1, shared_bytes=kernel.scratch_bytes, word_bytes=kernel.scratch_bytes)
     it = SimpleNamespace(rows=rows, ignore_index=IGNORED, **given)
 

@@ -265,6 +265,25 @@ def test_vectors_of_rows_in_registers(vectors, width):
             assert full * schedule.threads <= whole[-1] + 1
 
 
+def test_softmax_in_registers_has_room_over_all_widths_that_it_is_for():
+    """And no width has two schedules; where there are no clusters none has been measured."""
+    hopper, ampere = _schedule.machine((9, 0), 132, H200_L2), _schedule.machine((8, 0), 108, H200_L2)
+    table = sorted(_schedule.SOFTMAX_IN_REGISTERS)
+    assert table
+    for case in table:
+        inputs, ragged, least, most, schedule = case
+        assert least <= most
+        assert schedule.threads == schedule.row_threads
+        assert (schedule.cluster, schedule.unroll) == (1, 0)
+        for vectors in (least, most):
+            assert _schedule.softmax_in_registers(hopper, vectors, inputs, ragged) == schedule
+            assert _schedule.softmax_in_registers(ampere, vectors, inputs, ragged) is None
+        # What a thread has of its rows, beside which it needs some two dozen more.
+        assert 4 * inputs * -(-most // schedule.threads) + 16 <= 65536 // (schedule.blocks * schedule.threads)
+    for case, after in itertools.pairwise(table):
+        assert case[:2] != after[:2] or case.most < after.least
+
+
 @pytest.mark.parametrize("cols", [4096, 32003, 50257, 128256])
 def test_rows_that_only_a_cluster_could_hold_stream_as_ever_where_there_is_none(cols):
     ragged = cols % 8 != 0
@@ -343,6 +362,6 @@ def test_launch_asks_for_shared_memory_where_its_kernel_uses_some():
     modules = (_cross_entropy_forward, _cross_entropy_plain, _cross_entropy_backward, softmax)
     methods = methods_of(*modules, _cross_entropy_rows, _device, _meeting_rows)
     found = dict(launches(*modules))
-    assert len(found) == 7
+    assert len(found) == 9
     for kernel, keywords in found.items():
         assert ("smem" in keywords) == uses_shared_memory(kernel, methods), kernel

@@ -22,6 +22,10 @@ class Forward(softmax.SoftmaxForward):
     lowest = lowest
 
 
+class ForwardInRegisters(softmax.SoftmaxForwardInRegisters):
+    lowest = lowest
+
+
 class Case(NamedTuple):
     """A launch. ``gap``: elements between rows; ``offset``: of the first row, in a vector; dy has the gaps of dx."""
 
@@ -38,6 +42,7 @@ class Case(NamedTuple):
     out_gap: int = 0
     dy_offset: int = 0
     held: bool = True
+    at_once: bool = False  # rows that are all in registers
 
     def inputs(self):
         """Logits, or results and their gradients: rows that are all -inf, have a NaN or are partly -inf among them."""
@@ -75,22 +80,30 @@ def launch(monkeypatch, case, seed, resident):
     read = memory.matrix(READ, size, inputs[0], stride, case.offset)
     empty = np.full((case.rows, case.cols), NAN, float32)
     written = memory.matrix(WRITTEN, size, empty, out_stride, case.out_offset, writable=True)
-    arguments = {"rows": case.rows, "cols": case.cols, "chunks": case.schedule.chunks(vectors)}
+    arguments = {"cols": case.cols}
+    if not case.at_once:
+        arguments |= {"rows": case.rows, "chunks": case.schedule.chunks(vectors)}
     if case.backward:
         upstream = memory.matrix(UPSTREAM, size, inputs[1], out_stride, case.dy_offset)
         arguments |= {"g_output": read, "output_stride": stride, "g_grad": written, "grad_stride": out_stride}
         arguments |= {"g_upstream": upstream, "upstream_stride": out_stride}
     else:
         arguments |= {"g_input": read, "input_stride": stride, "g_output": written, "output_stride": out_stride}
-    kernel_class = softmax.SoftmaxBackward if case.backward else Forward
-    kernel = in_python(kernel_class)(case.dtype, case.schedule, ragged, log=case.log, held=case.held)
+    if case.at_once:
+        schedule, full = _schedule.in_registers(case.schedule, case.cols * size)
+        kernel_class = softmax.SoftmaxBackwardInRegisters if case.backward else ForwardInRegisters
+        kernel = in_python(kernel_class)(case.dtype, schedule, ragged, log=case.log, full=full)
+        shared_bytes = kernel.scratch_bytes
+    else:
+        kernel_class = softmax.SoftmaxBackward if case.backward else Forward
+        kernel = in_python(kernel_class)(case.dtype, case.schedule, ragged, log=case.log, held=case.held)
+        inputs_held = len(inputs) * case.held
+        shared_bytes = _schedule.shared_bytes(case.schedule, vectors, inputs_held, softmax.ENTRY_WORDS)
+    name = f"softmax_{'backward' if case.backward else 'forward'}{'_in_registers' * case.at_once}_kernel"
     Launch(
-        kernel, memory, case.clusters * case.schedule.cluster, seed, resident,
-        shared_bytes=_schedule.shared_bytes(case.schedule, vectors, len(inputs) * case.held, softmax.ENTRY_WORDS),
+        kernel, memory, case.clusters * case.schedule.cluster, seed, resident, shared_bytes=shared_bytes,
         word_bytes=kernel.scratch_bytes,
-    ).run(
-        monkeypatch, kernel.softmax_backward_kernel if case.backward else kernel.softmax_forward_kernel, **arguments
-    )  # fmt: skip
+    ).run(monkeypatch, getattr(kernel, name), **arguments)  # fmt: skip
     return memory.written_matrix(written, size, (case.rows, case.cols), out_stride)
 
 
@@ -172,6 +185,27 @@ def test_rows_that_are_read_twice(monkeypatch, cols, offset, backward, schedule)
     check(monkeypatch, case._replace(offset=offset, out_offset=offset, dy_offset=offset), seeds=1)
 
 
+# Of one vector a thread and less, and of ends in vectors behind those of the threads: 257 and 1019. What is written
+# begins where the rows do, or elsewhere; the upstream gradient not always where it does.
+@schedules(Schedule(64, 64, 1, 1, 0, 1), Schedule(32, 32, 1, 1, 0, 1))
+@directions
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "cols", "offset", "gap", "out_offset", "out_gap", "dy_offset"),
+    [
+        (Float32, 300, 0, 0, 0, 0, 0), (Float32, 256, 0, 4, 0, 0, 0), (Float32, 257, 2, 1, 2, 5, 2),
+        (Float32, 141, 3, 0, 3, 0, 1), (Float32, 96, 1, 3, 2, 2, 2), (BFloat16, 1024, 0, 0, 0, 8, 0),
+        (BFloat16, 1019, 5, 8, 5, 0, 5), (BFloat16, 24, 0, 0, 0, 0, 0), (BFloat16, 3, 6, 8, 6, 0, 6),
+        (Float32, 1, 2, 0, 2, 0, 2),
+    ],
+)  # fmt: skip
+def test_rows_in_registers(
+    monkeypatch, dtype, cols, offset, gap, out_offset, out_gap, dy_offset, log, backward, schedule
+):
+    layout = (offset, gap, out_offset, out_gap, dy_offset)
+    check(monkeypatch, Case(schedule, 5, 5, cols, backward, log, dtype, *layout, held=False, at_once=True), seeds=1)
+
+
 class Far(Case):
     """Rows far from zero, of ties, and with all of the probability at one place."""
 
@@ -190,7 +224,8 @@ class Far(Case):
 
 
 @pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize(("held", "at_once"), [(True, False), (False, False), (False, True)])
 @dtypes
-def test_rows_far_from_zero(monkeypatch, dtype, held, log):
-    check(monkeypatch, Far(BLOCK, 1, 9, 300, log=log, dtype=dtype, held=held), seeds=1)
+def test_rows_far_from_zero(monkeypatch, dtype, held, at_once, log):
+    clusters = 9 if at_once else 1
+    check(monkeypatch, Far(BLOCK, clusters, 9, 300, log=log, dtype=dtype, held=held, at_once=at_once), seeds=1)

@@ -36,7 +36,10 @@ CROSS_ENTROPY = [
     *((True, vectors) for vectors in least_vectors(_schedule.PLAIN)),
     *((False, vectors) for vectors in least_vectors(_schedule.LOSS_ALONE)),
 ]
-SOFTMAX = [(case.inputs == 2, case.least, case.ragged) for case in _schedule.MEASURED_SOFTMAX]
+SOFTMAX = [
+    (case.inputs == 2, case.least, case.ragged)
+    for case in (*_schedule.SOFTMAX_IN_REGISTERS, *_schedule.MEASURED_SOFTMAX)
+]
 
 
 @pytest.mark.parametrize(("dtype", "ragged"), FORMS)

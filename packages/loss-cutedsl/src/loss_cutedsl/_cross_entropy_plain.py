@@ -25,21 +25,16 @@ from ._device import (
     LOWEST,
     add,
     add_64,
-    argument_of,
     cluster_wait,
     commit,
     divide,
-    exp2,
     float_of,
-    fma,
     larger,
     load_element,
-    load_global,
     load_global_or,
     load_relaxed_64,
     load_relaxed_four,
     load_shared,
-    maximum,
     message_of,
     number_of,
     pack,
@@ -59,6 +54,7 @@ from ._device import (
     warp_reduce,
 )
 from ._meeting_rows import MeetingRows
+from ._registers import RowsInRegisters
 from ._schedule import PLAIN_ENTRY_WORDS, VECTOR_BYTES, Eviction, Schedule
 from ._workspace import (
     MOST_PARTS,
@@ -104,25 +100,17 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
     A row has two warps or more, whose exchange is what shows them the notes.
 
     Compile-time facts as in ``CrossEntropyForward``, of which this is the case without weights, smoothing, softcap,
-    statistics and shards; ``held``: whether rows are copied to shared memory, always so with ``gradient``;
-    ``full``: None, or for rows that are all in registers what ``_schedule.in_registers`` says; ``eviction``: the L2's
-    policy for rows that do not stream.
+    statistics and shards. How a row is read the subclasses say: ``ask_for_row`` begins it as soon as the row's target
+    has been asked for, and ``sum_row`` waits for it.
     """
 
-    smoothing = weighted = stats = shard = False
+    smoothing = weighted = stats = shard = gradient = False
     logits = "linear"
 
-    def __init__(
-        self, dtype, schedule: Schedule, ragged: bool, *, target_bits: int, gradient: bool, scalar: bool,
-        held: bool, full: int | None, eviction: Eviction | None,
-    ):  # fmt: skip
-        super().__init__(dtype, schedule, ragged, PLAIN_ENTRY_WORDS)
-        self.held = held
-        self.full = full
+    def __init__(self, dtype, schedule: Schedule, ragged: bool, *, target_bits: int, scalar: bool, **more):
+        super().__init__(dtype, schedule, ragged, PLAIN_ENTRY_WORDS, **more)
         self.target_bits = target_bits
-        self.gradient = gradient
         self.scalar = scalar
-        self.eviction = eviction
 
     @cute.jit
     def __call__(
@@ -241,34 +229,23 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
         if cutlass.const_expr(self.scalar):
             self.count_slice(facts, it, row)
         target = self.load_target(it.g_target, row, True, it.ignore_index)
-        if cutlass.const_expr(self.held):
-            self.fetch_row(facts, it, s_row, g_vectors, phase, vectors, target)
+        asked = self.ask_for_row(facts, it, s_row, g_vectors, phase, vectors, target)
         # Asked for now, so that it has come by the time that the row has.
         word = self.look(facts, it)
-        if cutlass.const_expr(self.full is not None):
-            words, end = self.ask_for_row(facts, it, g_vectors, phase, vectors)
         y = self.column(facts, target)
-        has_target, x_y = self.own_target(facts, g_vectors, phase, y)
+        has_target = self.has_target(facts, phase, y)
+        x_y = self.early_target(g_vectors, phase, y, has_target)
         if cutlass.const_expr(self.cluster > 1):
             # A block must not send to one that has not started.
             cluster_wait()
-        if cutlass.const_expr(self.held):
-            wait(0)
-            slots = facts.chunks * self.unroll
-            self.mask_ends([s_row], facts.first, phase, vectors, slots, facts.cols, Float32(float("-inf")))
-            highest, total = self.sum_row(facts, s_row)
-        elif cutlass.const_expr(self.full is not None):
-            highest, total = self.sum_registers(facts, words, end)
-        else:
-            highest, total = self.stream_row(facts, it, g_vectors, phase, vectors, target)
+        highest, total = self.sum_row(facts, it, asked, s_row, g_vectors, phase, vectors, target)
         if cutlass.const_expr(self.gradient):
             # Before the exchange: after it all have the note, and none looks for the count any more.
             self.note_factor(facts, it, word)
         highest, total, _, _ = self.reduce_row(
             facts.s_scratch, Int32(0), facts.thread, facts.rank, facts.power, highest, total
         )
-        if cutlass.const_expr(self.held):
-            x_y = self.held_target(facts, s_row, phase, y, has_target)
+        x_y = self.late_target(facts, s_row, phase, y, has_target, x_y)
         loss, _, lse, pull = self.row_loss(
             facts, Int64(y), y, x_y, Float32(1.0), highest, total, Float32(0.0), Float32(0.0)
         )
@@ -285,111 +262,23 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
                 self.write_zeros(g_out, phase, vectors, facts.first, facts.chunks, facts.cols)
 
     @cute.jit
-    def fetch_row(self, facts, it, s_row, g_vectors, phase, vectors, target):
-        """Start the copies of a row; of one that is ignored those of the first chunks, of which nothing is used."""
-        low, high = self.inside(g_vectors, vectors, it.g_logits, it.g_end)
-        policy = self.policy()
-        self.fill_tails(s_row, facts.chunks, facts.cols, facts.first, self.lowest())
-        early = larger(facts.chunks // EARLY_CHUNKS, Int32(1))
-        self.start_between(s_row, g_vectors, facts.first, Int32(0), early, low, high, policy)
-        # To wait for the target before that would leave the memory idle meanwhile.
-        if target != it.ignore_index:
-            self.start_between(s_row, g_vectors, facts.first, early, facts.chunks, low, high, policy)
-        self.copy_ends(s_row, g_vectors, facts.first, phase, vectors, low, high, facts.cols)
-        commit()
-
-    @cute.jit
-    def sum_row(self, facts, s_row):
-        """This thread's part of the row's sums."""
-        highest = Float32(LOWEST)
-        total = Float32(0.0)
-        for chunk in cutlass.range(facts.chunks, unroll=1):
-            values = []
-            for u in cutlass.range_constexpr(self.unroll):
-                values = values + unpack(self.dtype, load_shared(self.slot(s_row, chunk * self.unroll + u)))
-            highest, total = self.absorb_values(values, facts.power, highest, total)
-        return highest, total
-
-    @cute.jit
-    def stream_row(self, facts, it, g_vectors, phase, vectors, target):
-        """The same of a row that is not held: each chunk is asked for while the one before is summed."""
-        highest = Float32(LOWEST)
-        total = Float32(0.0)
-        words = self.chunk_words(facts, g_vectors, phase, vectors, Int32(0))
-        chunks = facts.chunks
-        if target == it.ignore_index:
-            chunks = Int32(0)
-        for chunk in cutlass.range(chunks, unroll=1):
-            coming = self.chunk_words(facts, g_vectors, phase, vectors, chunk + 1)
-            highest, total = self.absorb_values(unpack(self.dtype, words), facts.power, highest, total)
-            words = coming
-        if cutlass.const_expr(self.ragged):
-            wanted, at, _ = self.end_of_row(facts.first, phase, vectors, facts.cols)
-            if wanted & (chunks > 0):
-                x = load_element(self.dtype, g_vectors + Int64(at) * self.element_bytes)
-                highest, total = self.absorb_values([x], facts.power, highest, total)
-        return highest, total
-
-    @cute.jit
-    def ask_for_row(self, facts, it, g_vectors, phase, vectors):
-        """All words of a row, and this lane's element at its ends, or -inf, before anything is known of the row."""
-        end = Float32(float("-inf"))
-        if cutlass.const_expr(self.ragged):
-            wanted, at, _ = self.end_of_row(facts.first, phase, vectors, facts.cols)
-            if wanted:
-                end = load_element(self.dtype, g_vectors + Int64(at) * self.element_bytes)
-        policy = self.policy()
-        g_first = g_vectors + Int64(facts.first) * VECTOR_BYTES
-        words = []
-        for u in cutlass.range_constexpr(self.unroll):
-            g_vector = g_first + u * self.step * VECTOR_BYTES
-            if cutlass.const_expr(u < self.full and not (self.ragged and u == 0)):
-                words = words + load_global(g_vector, None, policy)
-            else:
-                whole = self.whole(self.vector(facts.first, u), phase, vectors, facts.cols)
-                words = words + load_global_or(g_vector, whole, self.lowest(), policy)
-        return words, end
-
-    @cute.jit
-    def sum_registers(self, facts, words, end):
-        """As ``sum_row``, of what ``ask_for_row`` gave."""
-        highest = self.highest_of(words, Float32(LOWEST))
-        if cutlass.const_expr(self.ragged):
-            highest = maximum(highest, end)
-        factor, bias, unit = argument_of(highest, facts.power)
-        total = self.total_of(words, factor, bias)
-        if cutlass.const_expr(self.ragged):
-            total = total + exp2(fma(end, factor, bias))
-        return highest, divide(total, unit)
-
-    def chunk_words(self, facts, g_vectors, phase, vectors, chunk):
-        """The words of a chunk, -inf where a vector is not (all of) the row's."""
-        words = []
-        for u in range(self.unroll):
-            vector = self.vector(facts.first, chunk * self.unroll + u)
-            whole = self.whole(vector, phase, vectors, facts.cols)
-            words += load_global_or(g_vectors + Int64(vector) * VECTOR_BYTES, whole, self.lowest())
-        return words
-
-    @cute.jit
-    def own_target(self, facts, g_vectors, phase, y):
-        """Whether this thread has the vector of column y, 0 or 1; where no row is held its logit too."""
-        has_target = Int32(0)
-        x_y = Float32(0.0)
+    def has_target(self, facts, phase, y):
+        """Whether this thread has the vector of column y, 0 or 1."""
+        found = Int32(0)
         if (y < facts.cols) & self.owns(facts.first, quotient(phase + y, self.width)):
-            has_target = Int32(1)
-            if cutlass.const_expr(not self.held):
-                x_y = load_element(self.dtype, g_vectors + Int64(phase + y) * self.element_bytes)
-        return has_target, x_y
+            found = Int32(1)
+        return found
 
     @cute.jit
-    def held_target(self, facts, s_row, phase, y, has_target):
-        """The logit of column y, for the thread that has it."""
+    def early_target(self, g_vectors, phase, y, has_target):
+        """The logit of column y, for the thread that has it, asked for with the row."""
         x_y = Float32(0.0)
         if has_target != 0:
-            vector, element = quotient(phase + y, self.width), remainder(phase + y, self.width)
-            s_vector = self.slot(s_row, quotient(vector - facts.first, self.step))
-            x_y = load_element(self.dtype, s_vector + element * self.element_bytes, "shared")
+            x_y = load_element(self.dtype, g_vectors + Int64(phase + y) * self.element_bytes)
+        return x_y
+
+    def late_target(self, facts, s_row, phase, y, has_target, x_y):
+        """The same once the row is there."""
         return x_y
 
     @cute.jit
@@ -402,32 +291,6 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
             store_relaxed(it.g_workspace + (Int64(row) + WORKSPACE_LOSSES) * 4, message_of(loss))
         else:
             store_float(it.g_loss + Int64(row) * 4, loss)
-
-    @cute.jit
-    def write_row(self, facts, s_row, g_out, phase, vectors, y, has_target, x_y, highest, pull, scale):
-        """Write the gradient: pull * 2**((t - highest) * power) - scale * [c = y].
-
-        Who has stored the target's element stores it once more: two stores of one thread keep their order.
-        """
-        if cutlass.const_expr(self.ragged):
-            wanted, at, offset = self.end_of_row(facts.first, phase, vectors, facts.cols)
-            if wanted:
-                x = load_element(self.dtype, s_row + offset, "shared")
-                self.store_end(g_out, at, self.gradient_values(facts, [x], at - phase, highest, pull, scale)[0])
-                if at - phase == y:
-                    self.target_gradient(facts, y, x, Float32(1.0), g_out, phase, highest, pull, scale)
-            if not self.whole(quotient(phase + y, self.width), phase, vectors, facts.cols):
-                has_target = Int32(0)
-        for chunk in cutlass.range(facts.chunks, unroll=1):
-            for u in cutlass.range_constexpr(self.unroll):
-                index = chunk * self.unroll + u
-                vector = self.vector(facts.first, index)
-                raw = unpack(self.dtype, load_shared(self.slot(s_row, index)))
-                values = self.gradient_values(facts, raw, vector * self.width - phase, highest, pull, scale)
-                whole = self.whole(vector, phase, vectors, facts.cols)
-                store_global(g_out + Int64(vector) * VECTOR_BYTES, pack(self.dtype, values), whole)
-        if has_target != 0:
-            self.target_gradient(facts, y, x_y, Float32(1.0), g_out, phase, highest, pull, scale)
 
     # The denominator
 
@@ -559,3 +422,122 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
                 store_float(it.g_denominator, denominator)
             # No block looks for the count any more: each has told its loss since.
             store_relaxed_64(self.count_word(it), Int64(0))
+
+
+class CrossEntropyHeld(CrossEntropyPlain):
+    """Rows are copied to shared memory; ``eviction``: the L2's policy for them."""
+
+    def __init__(self, *facts, gradient: bool, eviction: Eviction | None, **more):
+        super().__init__(*facts, **more)
+        self.gradient = gradient
+        self.eviction = eviction
+
+    @cute.jit
+    def ask_for_row(self, facts, it, s_row, g_vectors, phase, vectors, target):
+        """Start the copies of a row; of one that is ignored those of the first chunks, of which nothing is used."""
+        low, high = self.inside(g_vectors, vectors, it.g_logits, it.g_end)
+        policy = self.policy()
+        self.fill_tails(s_row, facts.chunks, facts.cols, facts.first, self.lowest())
+        early = larger(facts.chunks // EARLY_CHUNKS, Int32(1))
+        self.start_between(s_row, g_vectors, facts.first, Int32(0), early, low, high, policy)
+        # To wait for the target before that would leave the memory idle meanwhile.
+        if target != it.ignore_index:
+            self.start_between(s_row, g_vectors, facts.first, early, facts.chunks, low, high, policy)
+        self.copy_ends(s_row, g_vectors, facts.first, phase, vectors, low, high, facts.cols)
+        commit()
+
+    @cute.jit
+    def sum_row(self, facts, it, asked, s_row, g_vectors, phase, vectors, target):
+        """This thread's part of the row's sums."""
+        wait(0)
+        slots = facts.chunks * self.unroll
+        self.mask_ends([s_row], facts.first, phase, vectors, slots, facts.cols, Float32(float("-inf")))
+        highest = Float32(LOWEST)
+        total = Float32(0.0)
+        for chunk in cutlass.range(facts.chunks, unroll=1):
+            values = unpack(self.dtype, self.staged_words(s_row, chunk))
+            highest, total = self.absorb_values(values, facts.power, highest, total)
+        return highest, total
+
+    def early_target(self, g_vectors, phase, y, has_target):
+        return Float32(0.0)
+
+    @cute.jit
+    def late_target(self, facts, s_row, phase, y, has_target, x_y):
+        if has_target != 0:
+            vector, element = quotient(phase + y, self.width), remainder(phase + y, self.width)
+            s_vector = self.slot(s_row, quotient(vector - facts.first, self.step))
+            x_y = load_element(self.dtype, s_vector + element * self.element_bytes, "shared")
+        return x_y
+
+    @cute.jit
+    def write_row(self, facts, s_row, g_out, phase, vectors, y, has_target, x_y, highest, pull, scale):
+        """Write the gradient: pull * 2**((t - highest) * power) - scale * [c = y].
+
+        Who has stored the target's element stores it once more: two stores of one thread keep their order.
+        """
+        if cutlass.const_expr(self.ragged):
+            wanted, at, offset = self.end_of_row(facts.first, phase, vectors, facts.cols)
+            if wanted:
+                x = load_element(self.dtype, s_row + offset, "shared")
+                self.store_end(g_out, at, self.gradient_values(facts, [x], at - phase, highest, pull, scale)[0])
+                if at - phase == y:
+                    self.target_gradient(facts, y, x, Float32(1.0), g_out, phase, highest, pull, scale)
+            if not self.whole(quotient(phase + y, self.width), phase, vectors, facts.cols):
+                has_target = Int32(0)
+        for chunk in cutlass.range(facts.chunks, unroll=1):
+            for u in cutlass.range_constexpr(self.unroll):
+                index = chunk * self.unroll + u
+                vector = self.vector(facts.first, index)
+                raw = unpack(self.dtype, load_shared(self.slot(s_row, index)))
+                values = self.gradient_values(facts, raw, vector * self.width - phase, highest, pull, scale)
+                whole = self.whole(vector, phase, vectors, facts.cols)
+                store_global(g_out + Int64(vector) * VECTOR_BYTES, pack(self.dtype, values), whole)
+        if has_target != 0:
+            self.target_gradient(facts, y, x_y, Float32(1.0), g_out, phase, highest, pull, scale)
+
+
+class CrossEntropyStreamed(CrossEntropyPlain):
+    """The loss alone of rows that go through registers: each chunk is asked for while the one before is summed."""
+
+    def ask_for_row(self, facts, it, s_row, g_vectors, phase, vectors, target):
+        return self.chunk_words(facts, g_vectors, phase, vectors, Int32(0))
+
+    @cute.jit
+    def sum_row(self, facts, it, asked, s_row, g_vectors, phase, vectors, target):
+        highest = Float32(LOWEST)
+        total = Float32(0.0)
+        words = asked
+        chunks = facts.chunks
+        if target == it.ignore_index:
+            chunks = Int32(0)
+        for chunk in cutlass.range(chunks, unroll=1):
+            coming = self.chunk_words(facts, g_vectors, phase, vectors, chunk + 1)
+            highest, total = self.absorb_values(unpack(self.dtype, words), facts.power, highest, total)
+            words = coming
+        if cutlass.const_expr(self.ragged):
+            wanted, at, _ = self.end_of_row(facts.first, phase, vectors, facts.cols)
+            if wanted & (chunks > 0):
+                x = load_element(self.dtype, g_vectors + Int64(at) * self.element_bytes)
+                highest, total = self.absorb_values([x], facts.power, highest, total)
+        return highest, total
+
+    def chunk_words(self, facts, g_vectors, phase, vectors, chunk):
+        """The words of a chunk, -inf where a vector is not (all of) the row's."""
+        words = []
+        for u in range(self.unroll):
+            vector = self.vector(facts.first, chunk * self.unroll + u)
+            whole = self.whole(vector, phase, vectors, facts.cols)
+            words += load_global_or(g_vectors + Int64(vector) * VECTOR_BYTES, whole, self.lowest())
+        return words
+
+
+class CrossEntropyInRegisters(CrossEntropyPlain, RowsInRegisters):
+    """The loss alone of rows that are in registers, ignored or not."""
+
+    def ask_for_row(self, facts, it, s_row, g_vectors, phase, vectors, target):
+        row = g_vectors, facts.first, phase, vectors, facts.cols
+        return self.ask_for_words(*row, self.lowest()), self.ask_for_end(*row, Float32(float("-inf")))
+
+    def sum_row(self, facts, it, asked, s_row, g_vectors, phase, vectors, target):
+        return self.sum_registers(*asked, facts.power)

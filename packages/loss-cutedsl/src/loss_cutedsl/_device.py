@@ -193,20 +193,25 @@ def store_shared(s_address, words):
     ptx("st.shared.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };", None, [s_address, *words])
 
 
+def hint(policy, number):
+    """What the policy of an access adds to the instruction's name, its operands and its arguments, which are ``number``."""
+    return ("", "", ()) if policy is None else (".L2::cache_hint", f", {{$r{number}}}", (policy,))
+
+
 def load_global(g_address, predicate=None, policy=None):
-    hint, operand, policies = ("", "", ()) if policy is None else (".L2::cache_hint", ", {$r1}", (policy,))
-    code = f"ld.global{hint}.v4.b32 {{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, [{{$r0}}]{operand};"
+    name, operand, policies = hint(policy, 1)
+    code = f"ld.global{name}.v4.b32 {{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, [{{$r0}}]{operand};"
     return list(ptx(code, [Uint32] * 4, [g_address, *policies], predicate))
 
 
 def load_global_or(g_address, wanted, word, policy=None):
     """16 bytes, or four times ``word`` where they are not wanted."""
-    hint, operand, policies = ("", "", ()) if policy is None else (".L2::cache_hint", ", {$r3}", (policy,))
+    name, operand, policies = hint(policy, 3)
     return list(
         ptx(
             "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; mov.b32 {$w0}, {$r2}; mov.b32 {$w1}, {$r2}; mov.b32 {$w2}, {$r2};"
             " mov.b32 {$w3}, {$r2};"
-            f" @p ld.global{hint}.v4.b32 {{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, [{{$r0}}]{operand}; }}",
+            f" @p ld.global{name}.v4.b32 {{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, [{{$r0}}]{operand}; }}",
             [Uint32] * 4,
             [g_address, Int32(wanted), word, *policies],
         )
@@ -223,9 +228,9 @@ def l2_policy(eviction: Eviction):
 
 
 def copy_async(s_address, g_address, predicate=None, policy=None):
-    hint, operand, policies = ("", "", ()) if policy is None else (".L2::cache_hint", ", {$r2}", (policy,))
+    name, operand, policies = hint(policy, 2)
     ptx(
-        f"cp.async.cg.shared.global{hint}.L2::128B [{{$r0}}], [{{$r1}}], 16{operand};",
+        f"cp.async.cg.shared.global{name}.L2::128B [{{$r0}}], [{{$r1}}], 16{operand};",
         None,
         [s_address, g_address, *policies],
         predicate,
@@ -749,6 +754,14 @@ class StagedRows:
         if not self.ragged:
             return vector < vectors
         return (vector * self.width >= phase) & ((vector + 1) * self.width - phase <= cols)
+
+    def load_column(self, g_vectors, phase, col):
+        """One element of a row."""
+        return load_element(self.dtype, g_vectors + (Int64(phase) + Int64(col)) * self.element_bytes)
+
+    def store_column(self, g_out, phase, col, value):
+        """One element of a result."""
+        store_element(self.dtype, g_out + (Int64(phase) + Int64(col)) * self.element_bytes, value)
 
     @cute.jit
     def owns(self, first, vector):

@@ -284,6 +284,9 @@ MEASURED_SOFTMAX = (
     Measured(2, True, 8401, 24576, Schedule(256, 256, 8, 1, 2, 3, 1)),
 )
 
+# The same of rows that are all in a block's registers; ``unroll`` is then what a row takes.
+SOFTMAX_IN_REGISTERS: tuple[Measured, ...] = ()
+
 
 def held(
     machine: Machine,
@@ -302,10 +305,9 @@ def held(
     multiprocessor's shared memory take all of its threads they can. What does not fit in one block takes a cluster,
     the smallest that leaves room. Ragged rows need registers for their edges, so they take two vectors a step.
     """
-    if machine.clusters:
-        for case in measured:
-            if case.inputs == inputs and case.ragged == ragged and case.least <= vectors <= case.most:
-                return case.schedule
+    found = _measured(machine, measured, vectors, inputs, ragged)
+    if found is not None:
+        return found
     if vectors <= 256:
         per_thread = -(-vectors // 32)
         unroll = min(per_thread, 2 if ragged or per_thread <= 2 else 4)
@@ -325,6 +327,17 @@ def held(
                 return (
                     schedule._replace(blocks=1) if 2 * (needed + RESERVED_BYTES) > machine.processor_bytes else schedule
                 )
+    return None
+
+
+def _measured(
+    machine: Machine, table: tuple[Measured, ...], vectors: int, inputs: int, ragged: bool
+) -> Schedule | None:
+    """What a table has for rows of that many vectors."""
+    if machine.clusters:
+        for case in table:
+            if case.inputs == inputs and case.ragged == ragged and case.least <= vectors <= case.most:
+                return case.schedule
     return None
 
 
@@ -530,6 +543,11 @@ def in_registers(schedule: Schedule, row_bytes: int) -> tuple[Schedule, int]:
     """
     step = schedule.threads * VECTOR_BYTES
     return schedule._replace(unroll=-(-row_bytes // step)), row_bytes // step
+
+
+def softmax_in_registers(machine: Machine, vectors: int, inputs: int, ragged: bool) -> Schedule | None:
+    """The schedule for softmax's rows of that many vectors where they are all in registers, or None."""
+    return _measured(machine, SOFTMAX_IN_REGISTERS, vectors, inputs, ragged)
 
 
 # When the L2 gives up the lines of rows that are copied to shared memory, by PTX's names; None: as those of all else.

@@ -30,7 +30,7 @@ from . import _cross_entropy_forward, _cross_entropy_plain, _schedule
 from ._compile import compiled
 from ._cross_entropy_backward import CrossEntropyBackward, CrossEntropyRescale, backward_arguments, rescale_arguments
 from ._cross_entropy_forward import CrossEntropyForward, forward_arguments
-from ._cross_entropy_plain import CrossEntropyPlain
+from ._cross_entropy_plain import CrossEntropyHeld, CrossEntropyInRegisters, CrossEntropyStreamed
 from ._cross_entropy_rows import ENTRY_WORDS
 from ._cross_entropy_total import (
     DENOMINATOR_BYTES_32,
@@ -298,30 +298,17 @@ def make_forward_plan(
 def make_plain_plan(machine, dtype, cols, form, ragged, target_dtype, gradient, byte_dtype, options):
     """Compile a forward of the plain case and prepare its launch."""
     scalar = options.reduction != "none"
-    row_bytes = cols * dtype.itemsize
-    schedule, held = form
-    full = eviction = None
-    if form.at_once:
-        schedule, full = _schedule.in_registers(schedule, row_bytes)
-    if held or form.at_once:
-        eviction = _schedule.eviction(machine, row_bytes, gradient=gradient, scalar=scalar)
-    facts = {
-        "target_bits": TARGET_BITS[target_dtype],
-        "gradient": gradient,
-        "scalar": scalar,
-        "held": held,
-        "full": full,
-        "eviction": eviction,
-    }
+    kernel_class, schedule, facts = _plain_kernel(machine, cols * dtype.itemsize, form, gradient, scalar)
+    facts |= {"target_bits": TARGET_BITS[target_dtype], "scalar": scalar}
     launch = compiled(
-        CrossEntropyPlain,
+        kernel_class,
         (str(dtype), tuple(schedule), ragged, *facts.items()),
-        lambda: CrossEntropyPlain(DTYPES[dtype], schedule, ragged, **facts),
+        lambda: kernel_class(DTYPES[dtype], schedule, ragged, **facts),
         forward_arguments,
         machine.architecture,
     )
     vectors = most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged)
-    shared_bytes = _schedule.shared_bytes(schedule, vectors, int(held), _schedule.PLAIN_ENTRY_WORDS)
+    shared_bytes = _schedule.shared_bytes(schedule, vectors, int(form.held), _schedule.PLAIN_ENTRY_WORDS)
     resident = _schedule.most_blocks(machine, schedule, shared_bytes)
     return ForwardPlan(
         launch=launch,
@@ -330,6 +317,17 @@ def make_plain_plan(machine, dtype, cols, form, ragged, target_dtype, gradient, 
         gradient=gradient,
         constants=(cols, 1 if form.at_once else schedule.chunks(vectors), shared_bytes, *_numbers(options, cols)),
     )
+
+
+def _plain_kernel(machine, row_bytes, form, gradient, scalar):
+    """The kernel of a form, its schedule, and the compile-time facts that others do not have."""
+    if not (form.held or form.at_once):
+        return CrossEntropyStreamed, form.schedule, {}
+    eviction = _schedule.eviction(machine, row_bytes, gradient=gradient, scalar=scalar)
+    if form.held:
+        return CrossEntropyHeld, form.schedule, {"gradient": gradient, "eviction": eviction}
+    schedule, full = _schedule.in_registers(form.schedule, row_bytes)
+    return CrossEntropyInRegisters, schedule, {"full": full, "eviction": eviction}
 
 
 def _denominator_kind(reduction, weighted, byte_dtype):

@@ -49,9 +49,69 @@ from ._device import (
 )
 from ._launch import DTYPES, is_ragged, machine_of, require, stream_of
 from ._meeting_rows import MeetingRows
+from ._registers import RowsInRegisters
 from ._schedule import BESIDE_A_RESULT, VECTOR_BYTES, Schedule, most_vectors
 
 ENTRY_WORDS = 2
+
+
+class ForwardMath:
+    """What a row's maximum and sum make of its elements, wherever these are."""
+
+    def normalization(self, highest, total):
+        """What ``results`` needs of a row's maximum and sum."""
+        if self.log:
+            return Float32(1.0), highest, log2(total) * Float32(LN2)
+        if self.dtype is Float32:
+            return Float32(LOG2E), highest, divide(Float32(1.0), total)
+        factor, bias, unit = argument_of(highest, Float32(LOG2E))
+        return factor, bias, divide(Float32(1.0), total * unit)
+
+    def results(self, raw, factor, bias, scale):
+        """Output elements from input elements. Of one that has a row alone it is exactly 1, or 0 as a logarithm."""
+        if self.log:
+            return [(x - bias) - scale for x in raw]
+        if self.dtype is Float32:
+            return [exp2((x - bias) * factor) * scale for x in raw]
+        # Rounding to 16 bits leaves nothing of what the unit's division does to a 1.
+        return [exp2(fma(x, factor, bias)) * scale for x in raw]
+
+    @cute.jit
+    def write_elements(self, g_vectors, phase, g_out, out_phase, first, cols, factor, bias, scale):
+        """Write a row one by one, read once more from the cache: its vectors do not coincide with the result's."""
+        for col in cutlass.range(first, cols, self.step, unroll=1):
+            x = self.load_column(g_vectors, phase, col)
+            self.store_column(g_out, out_phase, col, self.results([x], factor, bias, scale)[0])
+
+
+class BackwardMath:
+    """What is summed over a row, and what the sum makes of its elements."""
+
+    def terms(self, y, dy):
+        """What is summed over the row."""
+        return dy if self.log else [a * b for a, b in zip(y, dy)]
+
+    def results(self, y, dy, dot):
+        """dx of elements."""
+        if self.log:
+            return [fma(Float32(0.0) - dot, exp2(a * Float32(LOG2E)), b) for a, b in zip(y, dy)]
+        return [a * (b - dot) for a, b in zip(y, dy)]
+
+    @cute.jit
+    def dot_of_elements(self, g_y, phase, g_dy, dy_phase, first, cols):
+        """This thread's part of the sum, of rows whose vectors do not coincide."""
+        dot = Float32(0.0)
+        for col in cutlass.range(first, cols, self.step, unroll=1):
+            terms = self.terms([self.load_column(g_y, phase, col)], [self.load_column(g_dy, dy_phase, col)])
+            dot = dot + terms[0]
+        return dot
+
+    @cute.jit
+    def write_elements(self, g_y, phase, g_dy, dy_phase, g_out, out_phase, first, cols, dot):
+        """Write such a row, read once more from the cache."""
+        for col in cutlass.range(first, cols, self.step, unroll=1):
+            y, dy = self.load_column(g_y, phase, col), self.load_column(g_dy, dy_phase, col)
+            self.store_column(g_out, out_phase, col, self.results([y], [dy], dot)[0])
 
 
 class SoftmaxRows(MeetingRows):
@@ -85,7 +145,7 @@ class SoftmaxRows(MeetingRows):
             warp_barrier()
 
 
-class SoftmaxForward(SoftmaxRows):
+class SoftmaxForward(ForwardMath, SoftmaxRows):
     """y = softmax(x) or log_softmax(x) over rows."""
 
     @cute.jit
@@ -193,13 +253,9 @@ class SoftmaxForward(SoftmaxRows):
                         if cutlass.const_expr(self.held):
                             self.start(s_row, g_next, first, index, next_low, next_high, policy)
             else:
-                # Vectors of input and output do not coincide: element by element, the input once more from the cache.
                 if cutlass.const_expr(self.held):
                     self.start_row(s_row, g_next, first, chunks, next_low, next_high)
-                for col in cutlass.range(first, cols, self.step, unroll=1):
-                    x = load_element(self.dtype, g_vectors + (Int64(phase) + Int64(col)) * self.element_bytes)
-                    values = self.results([x], factor, bias, scale)
-                    store_element(self.dtype, g_out + (Int64(out_phase) + Int64(col)) * self.element_bytes, values[0])
+                self.write_elements(g_vectors, phase, g_out, out_phase, first, cols, factor, bias, scale)
             if cutlass.const_expr(self.held):
                 self.copy_ends(s_row, g_next, first, next_phase, next_vectors, next_low, next_high, cols)
                 commit()
@@ -237,26 +293,68 @@ class SoftmaxForward(SoftmaxRows):
             self.store_end(g_out, at, self.results([x], factor, bias, scale)[0])
         self.leave_ends()
 
-    def normalization(self, highest, total):
-        """What ``results`` needs of a row's maximum and sum."""
-        if self.log:
-            return Float32(1.0), highest, log2(total) * Float32(LN2)
-        if self.dtype is Float32:
-            return Float32(LOG2E), highest, divide(Float32(1.0), total)
-        factor, bias, unit = argument_of(highest, Float32(LOG2E))
-        return factor, bias, divide(Float32(1.0), total * unit)
 
-    def results(self, raw, factor, bias, scale):
-        """Output elements from input elements. Of one that has a row alone it is exactly 1, or 0 as a logarithm."""
-        if self.log:
-            return [(x - bias) - scale for x in raw]
-        if self.dtype is Float32:
-            return [exp2((x - bias) * factor) * scale for x in raw]
-        # Rounding to 16 bits leaves nothing of what the unit's division does to a 1.
-        return [exp2(fma(x, factor, bias)) * scale for x in raw]
+class SoftmaxForwardInRegisters(ForwardMath, RowsInRegisters):
+    """As ``SoftmaxForward``; a block has one row, all of it in registers, and ends with it."""
+
+    def __init__(self, dtype, schedule: Schedule, ragged: bool, *, log: bool, full: int):
+        super().__init__(dtype, schedule, ragged, ENTRY_WORDS, full=full, eviction=BESIDE_A_RESULT)
+        self.log = log
+
+    @cute.jit
+    def __call__(
+        self,
+        g_input: Int64,  # (R, V)
+        input_stride: Int64,
+        g_output: Int64,  # (R, V)
+        output_stride: Int64,
+        rows: Int32,
+        cols: Int32,
+        chunks: Int32,
+        grid: Int32,
+        shared_bytes: Int32,
+        stream,
+    ):
+        self.softmax_forward_in_registers_kernel(g_input, input_stride, g_output, output_stride, cols).launch(
+            grid=[grid, 1, 1],
+            block=[self.threads, 1, 1],
+            smem=shared_bytes,
+            stream=stream,
+            min_blocks_per_mp=self.schedule.blocks,
+            preferred_smem_carveout=100,
+        )
+
+    @cute.kernel
+    def softmax_forward_in_registers_kernel(
+        self, g_input: Int64, input_stride: Int64, g_output: Int64, output_stride: Int64, cols: Int32
+    ):
+        """A block has the row of its number."""
+        first, _, rank, row, _ = self.place()
+        s_scratch = Int32(cute.arch.get_dyn_smem(Uint32, 128).toint())
+        g_vectors, phase, vectors = self.span(g_input, input_stride, row, cols)
+        words = self.ask_for_words(g_vectors, first, phase, vectors, cols, self.lowest())
+        end = self.ask_for_end(g_vectors, first, phase, vectors, cols, Float32(float("-inf")))
+        g_out, out_phase, _ = self.span(g_output, output_stride, row, cols)
+        power = Float32(LOG2E)
+        highest, total = self.sum_registers(words, end, power)
+        highest, total, _, _ = self.reduce_row(s_scratch, Int32(0), first, rank, power, highest, total)
+        factor, bias, scale = self.normalization(highest, total)
+        aligned = True
+        if cutlass.const_expr(self.ragged):
+            aligned = out_phase == phase
+        if aligned:
+            if cutlass.const_expr(self.ragged):
+                wanted, at, _ = self.end_of_row(first, phase, vectors, cols)
+                if wanted:
+                    self.store_end(g_out, at, self.results([end], factor, bias, scale)[0])
+            for u in cutlass.range_constexpr(self.unroll):
+                values = self.results(unpack(self.dtype, self.vector_words(words, u)), factor, bias, scale)
+                self.store_vector(g_out, first, u, phase, vectors, cols, pack(self.dtype, values))
+        else:
+            self.write_elements(g_vectors, phase, g_out, out_phase, first, cols, factor, bias, scale)
 
 
-class SoftmaxBackward(SoftmaxRows):
+class SoftmaxBackward(BackwardMath, SoftmaxRows):
     """dx from dy and y, of softmax or log_softmax, over rows. A stage holds a row of y and one of dy."""
 
     @cute.jit
@@ -362,11 +460,7 @@ class SoftmaxBackward(SoftmaxRows):
                 if cutlass.const_expr(self.ragged and not self.held):
                     dot = dot + self.dot_of_ends(g_y, g_dy, first, phase, vectors, cols)
             else:
-                for col in cutlass.range(first, cols, self.step, unroll=1):
-                    y = load_element(self.dtype, g_y + (Int64(phase) + Int64(col)) * self.element_bytes)
-                    dy = load_element(self.dtype, g_dy + (Int64(dy_phase) + Int64(col)) * self.element_bytes)
-                    terms = self.terms([y], [dy])
-                    dot = dot + terms[0]
+                dot = self.dot_of_elements(g_y, phase, g_dy, dy_phase, first, cols)
             sums = self.reduce_sums(s_scratch, turn, thread, rank, [dot])
             turn = (turn + 1) & 3
             dot = sums[0]
@@ -397,11 +491,7 @@ class SoftmaxBackward(SoftmaxRows):
                 if cutlass.const_expr(self.held):
                     self.start_row(s_y, g_next_y, first, chunks, next_low, next_high)
                     self.start_row(s_dy, g_next_dy, first, chunks, next_dy_low, next_dy_high)
-                for col in cutlass.range(first, cols, self.step, unroll=1):
-                    y = load_element(self.dtype, g_y + (Int64(phase) + Int64(col)) * self.element_bytes)
-                    dy = load_element(self.dtype, g_dy + (Int64(dy_phase) + Int64(col)) * self.element_bytes)
-                    values = self.results([y], [dy], dot)
-                    store_element(self.dtype, g_out + (Int64(out_phase) + Int64(col)) * self.element_bytes, values[0])
+                self.write_elements(g_y, phase, g_dy, dy_phase, g_out, out_phase, first, cols, dot)
             if cutlass.const_expr(self.held):
                 self.copy_ends(s_y, g_next_y, first, next_phase, next_vectors, next_low, next_high, cols)
                 self.copy_ends(s_dy, g_next_dy, first, next_dy_phase, next_dy_vectors, next_dy_low, next_dy_high, cols)
@@ -443,15 +533,84 @@ class SoftmaxBackward(SoftmaxRows):
             self.store_end(g_out, at, self.results([y], [dy], dot)[0])
         self.leave_ends()
 
-    def terms(self, y, dy):
-        """What is summed over the row."""
-        return dy if self.log else [a * b for a, b in zip(y, dy)]
 
-    def results(self, y, dy, dot):
-        """dx of elements."""
-        if self.log:
-            return [fma(Float32(0.0) - dot, exp2(a * Float32(LOG2E)), b) for a, b in zip(y, dy)]
-        return [a * (b - dot) for a, b in zip(y, dy)]
+class SoftmaxBackwardInRegisters(BackwardMath, RowsInRegisters):
+    """As ``SoftmaxBackward``; a block has one row, all of it in registers, and ends with it."""
+
+    def __init__(self, dtype, schedule: Schedule, ragged: bool, *, log: bool, full: int):
+        super().__init__(dtype, schedule, ragged, ENTRY_WORDS, full=full, eviction=BESIDE_A_RESULT)
+        self.log = log
+
+    @cute.jit
+    def __call__(
+        self,
+        g_upstream: Int64,  # dy (R, V)
+        upstream_stride: Int64,
+        g_output: Int64,  # y (R, V)
+        output_stride: Int64,
+        g_grad: Int64,  # dx (R, V)
+        grad_stride: Int64,
+        rows: Int32,
+        cols: Int32,
+        chunks: Int32,
+        grid: Int32,
+        shared_bytes: Int32,
+        stream,
+    ):
+        self.softmax_backward_in_registers_kernel(
+            g_upstream, upstream_stride, g_output, output_stride, g_grad, grad_stride, cols
+        ).launch(
+            grid=[grid, 1, 1],
+            block=[self.threads, 1, 1],
+            smem=shared_bytes,
+            stream=stream,
+            min_blocks_per_mp=self.schedule.blocks,
+            preferred_smem_carveout=100,
+        )
+
+    @cute.kernel
+    def softmax_backward_in_registers_kernel(
+        self,
+        g_upstream: Int64,
+        upstream_stride: Int64,
+        g_output: Int64,
+        output_stride: Int64,
+        g_grad: Int64,
+        grad_stride: Int64,
+        cols: Int32,
+    ):
+        """A block has the row of its number."""
+        first, _, rank, row, _ = self.place()
+        s_scratch = Int32(cute.arch.get_dyn_smem(Uint32, 128).toint())
+        g_y, phase, vectors = self.span(g_output, output_stride, row, cols)
+        g_dy, dy_phase, dy_vectors = self.span(g_upstream, upstream_stride, row, cols)
+        g_out, out_phase, _ = self.span(g_grad, grad_stride, row, cols)
+        y_words = self.ask_for_words(g_y, first, phase, vectors, cols, Uint32(0))
+        dy_words = self.ask_for_words(g_dy, first, dy_phase, dy_vectors, cols, Uint32(0))
+        y_end = self.ask_for_end(g_y, first, phase, vectors, cols, Float32(0.0))
+        dy_end = self.ask_for_end(g_dy, first, dy_phase, dy_vectors, cols, Float32(0.0))
+        aligned = True
+        if cutlass.const_expr(self.ragged):
+            aligned = (dy_phase == phase) & (out_phase == phase)
+        dot = Float32(0.0)
+        if aligned:
+            dot = tree(self.terms(unpack(self.dtype, y_words), unpack(self.dtype, dy_words)), add)
+            if cutlass.const_expr(self.ragged):
+                dot = dot + self.terms([y_end], [dy_end])[0]
+        else:
+            dot = self.dot_of_elements(g_y, phase, g_dy, dy_phase, first, cols)
+        dot = self.reduce_sums(s_scratch, Int32(0), first, rank, [dot])[0]
+        if aligned:
+            if cutlass.const_expr(self.ragged):
+                wanted, at, _ = self.end_of_row(first, phase, vectors, cols)
+                if wanted:
+                    self.store_end(g_out, at, self.results([y_end], [dy_end], dot)[0])
+            for u in cutlass.range_constexpr(self.unroll):
+                y, dy = (unpack(self.dtype, self.vector_words(words, u)) for words in (y_words, dy_words))
+                words = pack(self.dtype, self.results(y, dy, dot))
+                self.store_vector(g_out, first, u, phase, vectors, cols, words)
+        else:
+            self.write_elements(g_y, phase, g_dy, dy_phase, g_out, out_phase, first, cols, dot)
 
 
 # Host
@@ -488,11 +647,28 @@ def _plan(index, dtype, cols, ragged, backward, log):
     machine = machine_of(index)
     vectors = most_vectors(cols, VECTOR_BYTES // dtype.itemsize, ragged)
     inputs = 2 if backward else 1
+    schedule = _schedule.softmax_in_registers(machine, vectors, inputs, ragged)
+    if schedule is not None:
+        return make_plan_in_registers(machine, dtype, cols, schedule, ragged, backward, log)
     schedule = _schedule.held(machine, vectors, inputs, ENTRY_WORDS, ragged, _schedule.MEASURED_SOFTMAX)
     held = schedule is not None
     if schedule is None:
         schedule = _schedule.direct(machine, vectors)
     return make_plan(machine, dtype, vectors, schedule, ragged, backward, log, held)
+
+
+def make_plan_in_registers(machine, dtype, cols, schedule, ragged, backward, log):
+    """A block has a row, so that a grid has as many as there are."""
+    kernel_class = SoftmaxBackwardInRegisters if backward else SoftmaxForwardInRegisters
+    schedule, full = _schedule.in_registers(schedule, cols * dtype.itemsize)
+    launch = compiled(
+        kernel_class,
+        (str(dtype), tuple(schedule), ragged, log, full),
+        lambda: kernel_class(DTYPES[dtype], schedule, ragged, log=log, full=full),
+        backward_arguments if backward else forward_arguments,
+        machine.architecture,
+    )
+    return Plan(launch, schedule, 1, schedule.scratch_bytes(ENTRY_WORDS), _schedule.LARGEST)
 
 
 def make_plan(machine, dtype, vectors, schedule, ragged, backward, log, held):
