@@ -8,7 +8,7 @@ A line of the list is a cell of ``sweep`` and its variants. ``now`` is what the 
 Of triton WARPS,CHUNKS,REGISTERS: rows held, by as many programs as that makes; for 0 as many registers as the compiler
 takes. ``loop``: rows held by none.
 Of cutedsl THREADS,CLUSTER,VECTORS,BLOCKS: rows that a block or a cluster each holds; with an ``s`` before, streamed, or
-for 0 VECTORS all of a row in registers (the loss alone, and softmax).
+for 0 VECTORS all of a row in registers (the loss alone, and softmax). THREADS/32: a row a warp (softmax).
 
 Shown is of each round the share of the limit that the memory sets, as in ``sweep``. With --compile a share of the
 variants is only compiled, and what each makes of a few rows is compared with float64; kernels are found again through
@@ -79,9 +79,11 @@ def _of_triton(patches: contextlib.ExitStack, name: str) -> None:
 def _of_cutedsl(patches: contextlib.ExitStack, name: str) -> None:
     from loss_cutedsl import _schedule
 
-    threads, cluster, unroll, blocks = map(int, name.removeprefix("s").split(","))
+    of_block, *rest = name.removeprefix("s").split(",")
+    threads, _, of_row = of_block.partition("/")
+    cluster, unroll, blocks = map(int, rest)
     # In softmax a block ends with its row if it is told so.
-    schedule = _schedule.Schedule(threads, threads, cluster, 1, unroll, blocks, rows=1)
+    schedule = _schedule.Schedule(int(threads), int(of_row or threads), cluster, 1, unroll, blocks, rows=1)
     form = _schedule.Form(schedule._replace(rows=0), not name.startswith("s"))
     at_once = form.schedule if form.at_once else None
     patches.enter_context(mock.patch.object(_schedule, "plain", return_value=form))

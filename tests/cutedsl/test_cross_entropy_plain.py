@@ -124,9 +124,7 @@ def launch(monkeypatch, case, seed, resident, workspace, held_class=Held):
             if case.in_place
             else memory.matrix(GRAD, size, empty, grad_stride, case.offset, writable=True)
         )
-    kernel = in_python(kernel_class)(
-        case.dtype, schedule, ragged, target_bits=case.target_bits, scalar=scalar, **facts
-    )
+    kernel = in_python(kernel_class)(case.dtype, schedule, ragged, target_bits=case.target_bits, scalar=scalar, **facts)
     Launch(
         kernel, memory, (case.rows + case.parts * scalar) * schedule.cluster, seed, resident,
         shared_bytes=_schedule.shared_bytes(schedule, vectors, int(case.held), PLAIN_ENTRY_WORDS),

@@ -31,7 +31,6 @@ from ._device import (
     float_of,
     larger,
     load_element,
-    load_global_or,
     load_relaxed_64,
     load_relaxed_four,
     load_shared,
@@ -455,8 +454,7 @@ class CrossEntropyHeld(CrossEntropyPlain):
         highest = Float32(LOWEST)
         total = Float32(0.0)
         for chunk in cutlass.range(facts.chunks, unroll=1):
-            values = unpack(self.dtype, self.staged_words(s_row, chunk))
-            highest, total = self.absorb_values(values, facts.power, highest, total)
+            highest, total = self.absorb_words(self.staged_words(s_row, chunk), facts.power, highest, total)
         return highest, total
 
     def early_target(self, g_vectors, phase, y, has_target):
@@ -513,7 +511,7 @@ class CrossEntropyStreamed(CrossEntropyPlain):
             chunks = Int32(0)
         for chunk in cutlass.range(chunks, unroll=1):
             coming = self.chunk_words(facts, g_vectors, phase, vectors, chunk + 1)
-            highest, total = self.absorb_values(unpack(self.dtype, words), facts.power, highest, total)
+            highest, total = self.absorb_words(words, facts.power, highest, total)
             words = coming
         if cutlass.const_expr(self.ragged):
             wanted, at, _ = self.end_of_row(facts.first, phase, vectors, facts.cols)
@@ -524,12 +522,7 @@ class CrossEntropyStreamed(CrossEntropyPlain):
 
     def chunk_words(self, facts, g_vectors, phase, vectors, chunk):
         """The words of a chunk, -inf where a vector is not (all of) the row's."""
-        words = []
-        for u in range(self.unroll):
-            vector = self.vector(facts.first, chunk * self.unroll + u)
-            whole = self.whole(vector, phase, vectors, facts.cols)
-            words += load_global_or(g_vectors + Int64(vector) * VECTOR_BYTES, whole, self.lowest())
-        return words
+        return self.load_words(g_vectors, facts.first, chunk, phase, vectors, facts.cols, self.lowest())
 
 
 class CrossEntropyInRegisters(CrossEntropyPlain, RowsInRegisters):

@@ -194,7 +194,7 @@ def store_shared(s_address, words):
 
 
 def hint(policy, number):
-    """What the policy of an access adds to the instruction's name, its operands and its arguments, which are ``number``."""
+    """What an access's policy, or none, adds to the instruction's name, to its operands and to ``number`` others."""
     return ("", "", ()) if policy is None else (".L2::cache_hint", f", {{$r{number}}}", (policy,))
 
 
@@ -747,6 +747,16 @@ class StagedRows:
             beyond = (col < 0) | (col >= cols)
             store_element(self.dtype, s_slot + lane * self.element_bytes, outside, "shared", beyond)
 
+    def load_words(self, g_vectors, first, chunk, phase, vectors, cols, outside):
+        """The words of one chunk of a row into registers, ``outside`` where a vector is not (all of) the row's."""
+        # One address, and what is added to it known to the compiler.
+        g_chunk = g_vectors + Int64(self.vector(first, chunk * self.unroll)) * VECTOR_BYTES
+        words = []
+        for u in range(self.unroll):
+            whole = self.whole(self.vector(first, chunk * self.unroll + u), phase, vectors, cols)
+            words += load_global_or(g_chunk + u * self.step * VECTOR_BYTES, whole, outside)
+        return words
+
     # Results
 
     def whole(self, vector, phase, vectors, cols):
@@ -826,6 +836,12 @@ class StagedRows:
         fresh = [exp2((value - raised) * power) for value in t]
         return raised, fma(total, exp2((highest - raised) * power), tree(fresh, add))
 
+    def absorb_words(self, words, power, highest, total):
+        """The same of the elements of words."""
+        raised = self.highest_of(words, highest)
+        fresh = self.sum_vectors(words, lambda values: [exp2((value - raised) * power) for value in values])
+        return raised, fma(total, exp2((highest - raised) * power), fresh)
+
     def highest_of(self, words, highest):
         """The largest of ``highest`` and the elements of words."""
         if self.dtype is not Float32:
@@ -849,7 +865,16 @@ class StagedRows:
 
     def total_of(self, words, factor, bias):
         """The sum of 2**(t * factor + bias) over the elements of words."""
-        return tree([exp2(fma(value, factor, bias)) for value in unpack(self.dtype, words)], add)
+        return self.sum_vectors(words, lambda values: [exp2(fma(value, factor, bias)) for value in values])
+
+    def sum_vectors(self, words, terms):
+        """The sum of the terms of all elements of words.
+
+        A vector's are summed before the next one's are formed: all at a time would take more registers, one by one
+        would leave the arithmetic of a warp nothing to overlap with.
+        """
+        count = len(words) * 4 // VECTOR_BYTES
+        return tree([tree(terms(self.vector_values(words, u)), add) for u in range(count)], add)
 
     def staged_words(self, s_row, chunk):
         """The words of one chunk in this thread's slots."""
@@ -857,6 +882,11 @@ class StagedRows:
         for u in range(self.unroll):
             words += load_shared(self.slot(s_row, chunk * self.unroll + u))
         return words
+
+    def vector_values(self, words, u):
+        """The elements of vector number ``u`` among words."""
+        vector_words = VECTOR_BYTES // 4
+        return unpack(self.dtype, words[u * vector_words : (u + 1) * vector_words])
 
     def reduce_row(self, s_scratch, parity, thread, rank, power, highest, total, sums=(), best=None):
         """Reduce over the threads of a row: a (maximum, sum) pair, plain sums, and a (key, index) argmax."""

@@ -1,15 +1,24 @@
-"""Rows that a block has in registers: all of a row is asked for at once, and stays there until its end."""
+"""Rows that a block, or a warp, has in registers: all of a row is asked for at once, and stays there until its end."""
 
 from __future__ import annotations
 
 import cutlass
 from cutlass import Float32, Int64, Uint32, cute
 
-from ._device import LOWEST, argument_of, divide, exp2, fma, load_element, load_global, load_global_or, maximum, store_global
+from ._device import (
+    LOWEST,
+    argument_of,
+    divide,
+    exp2,
+    fma,
+    load_element,
+    load_global,
+    load_global_or,
+    maximum,
+    store_global,
+)
 from ._meeting_rows import MeetingRows
 from ._schedule import VECTOR_BYTES, Eviction, Schedule
-
-VECTOR_WORDS = VECTOR_BYTES // 4
 
 
 class RowsInRegisters(MeetingRows):
@@ -25,6 +34,10 @@ class RowsInRegisters(MeetingRows):
         super().__init__(dtype, schedule, ragged, entry_words)
         self.full = full
         self.eviction = eviction
+
+    def is_there(self, row, rows):
+        """Whether there is a row of that number: the last block may have more groups of threads than rows."""
+        return row < rows if self.groups > 1 else True
 
     def surely_whole(self, u):
         """Whether a thread's vector number ``u`` belongs to the row entirely, whatever row it is."""
@@ -66,10 +79,6 @@ class RowsInRegisters(MeetingRows):
         if cutlass.const_expr(self.ragged):
             total = total + exp2(fma(end, factor, bias))
         return highest, divide(total, unit)
-
-    def vector_words(self, words, u):
-        """Of this thread's words those of its vector number ``u``."""
-        return words[u * VECTOR_WORDS : (u + 1) * VECTOR_WORDS]
 
     def store_vector(self, g_out, first, u, phase, vectors, cols, words):
         """Write this thread's vector number ``u``, if it belongs to the row entirely."""

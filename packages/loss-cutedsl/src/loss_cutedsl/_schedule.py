@@ -541,7 +541,7 @@ def in_registers(schedule: Schedule, row_bytes: int) -> tuple[Schedule, int]:
     Of any row those of all threads are then there and all of the row, but for the first of a row that begins inside a
     vector. A row's end that is not all of a vector takes no place: its elements are read one by one.
     """
-    step = schedule.threads * VECTOR_BYTES
+    step = schedule.row_threads * VECTOR_BYTES
     return schedule._replace(unroll=-(-row_bytes // step)), row_bytes // step
 
 

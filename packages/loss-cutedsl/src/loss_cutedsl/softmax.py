@@ -36,14 +36,10 @@ from ._device import (
     exp2,
     fma,
     load_element,
-    load_global_or,
-    load_shared,
     log2,
     pack,
-    store_element,
     store_global,
     tree,
-    unpack,
     wait,
     warp_barrier,
 )
@@ -57,6 +53,10 @@ ENTRY_WORDS = 2
 
 class ForwardMath:
     """What a row's maximum and sum make of its elements, wherever these are."""
+
+    def outside(self):
+        """A word that adds nothing to the sum."""
+        return self.lowest()
 
     def normalization(self, highest, total):
         """What ``results`` needs of a row's maximum and sum."""
@@ -87,9 +87,22 @@ class ForwardMath:
 class BackwardMath:
     """What is summed over a row, and what the sum makes of its elements."""
 
-    def terms(self, y, dy):
-        """What is summed over the row."""
-        return dy if self.log else [a * b for a, b in zip(y, dy)]
+    def outside(self):
+        """A word that adds nothing to the sum."""
+        return Uint32(0)
+
+    def dot_of_words(self, y_words, dy_words):
+        """What words add to the sum."""
+        count = len(y_words) * 4 // VECTOR_BYTES
+        sums = []
+        for u in range(count):
+            pairs = zip(self.vector_values(y_words, u), self.vector_values(dy_words, u))
+            sums.append(tree([self.term(y, dy) for y, dy in pairs], add))
+        return tree(sums, add)
+
+    def term(self, y, dy):
+        """What an element adds to the sum."""
+        return dy if self.log else y * dy
 
     def results(self, y, dy, dot):
         """dx of elements."""
@@ -102,8 +115,7 @@ class BackwardMath:
         """This thread's part of the sum, of rows whose vectors do not coincide."""
         dot = Float32(0.0)
         for col in cutlass.range(first, cols, self.step, unroll=1):
-            terms = self.terms([self.load_column(g_y, phase, col)], [self.load_column(g_dy, dy_phase, col)])
-            dot = dot + terms[0]
+            dot = dot + self.term(self.load_column(g_y, phase, col), self.load_column(g_dy, dy_phase, col))
         return dot
 
     @cute.jit
@@ -133,6 +145,12 @@ class SoftmaxRows(MeetingRows):
             low = Int32(0)
             high = Int32(0)
         return g_vectors, phase, vectors, low, high
+
+    def chunk_words(self, s_row, g_vectors, first, chunk, phase, vectors, cols):
+        """The words of one chunk of a row, ``outside`` where a vector is not (all of) the row's."""
+        if self.held:
+            return self.staged_words(s_row, chunk)
+        return self.load_words(g_vectors, first, chunk, phase, vectors, cols, self.outside())
 
     def load_end(self, s_row, offset, g_vectors, at):
         if self.held:
@@ -193,7 +211,7 @@ class SoftmaxForward(ForwardMath, SoftmaxRows):
         g_end = g_input + (Int64(rows - 1) * input_stride + Int64(cols)) * self.element_bytes
         self.start_meeting(s_scratch, thread)
         if cutlass.const_expr(self.held):
-            self.fill_tails(s_slots, chunks, cols, first, self.lowest())
+            self.fill_tails(s_slots, chunks, cols, first, self.outside())
             for s in cutlass.range_constexpr(self.stages):
                 early_row = first_row + s * row_step
                 if early_row < rows:
@@ -222,10 +240,7 @@ class SoftmaxForward(ForwardMath, SoftmaxRows):
             else:
                 for chunk in cutlass.range(chunks, unroll=1):
                     words = self.chunk_words(s_row, g_vectors, first, chunk, phase, vectors, cols)
-                    raw = []
-                    for u in cutlass.range_constexpr(self.unroll):
-                        raw = raw + unpack(self.dtype, words[u])
-                    highest, total = self.absorb_values(raw, Float32(LOG2E), highest, total)
+                    highest, total = self.absorb_words(words, Float32(LOG2E), highest, total)
                 if cutlass.const_expr(self.ragged):
                     highest, total = self.absorb_ends(g_vectors, first, phase, vectors, cols, highest, total)
             highest, total, sums, best = self.reduce_row(s_scratch, turn, thread, rank, Float32(LOG2E), highest, total)
@@ -247,7 +262,7 @@ class SoftmaxForward(ForwardMath, SoftmaxRows):
                     for u in cutlass.range_constexpr(self.unroll):
                         index = chunk * self.unroll + u
                         vector = self.vector(first, index)
-                        values = self.results(unpack(self.dtype, words[u]), factor, bias, scale)
+                        values = self.results(self.vector_values(words, u), factor, bias, scale)
                         whole = self.whole(vector, phase, vectors, cols)
                         store_global(g_out + Int64(vector) * VECTOR_BYTES, pack(self.dtype, values), whole)
                         if cutlass.const_expr(self.held):
@@ -262,19 +277,6 @@ class SoftmaxForward(ForwardMath, SoftmaxRows):
                 stage = stage + 1
                 if stage == self.stages:
                     stage = Int32(0)
-
-    def chunk_words(self, s_row, g_vectors, first, chunk, phase, vectors, cols):
-        """The words of one chunk of a row, -inf where a vector is not (all of) the row's."""
-        words = []
-        for u in range(self.unroll):
-            index = chunk * self.unroll + u
-            if self.held:
-                words.append(load_shared(self.slot(s_row, index)))
-            else:
-                vector = self.vector(first, index)
-                whole = self.whole(vector, phase, vectors, cols)
-                words.append(load_global_or(g_vectors + Int64(vector) * VECTOR_BYTES, whole, self.lowest()))
-        return words
 
     @cute.jit
     def absorb_ends(self, g_vectors, first, phase, vectors, cols, highest, total):
@@ -295,7 +297,7 @@ class SoftmaxForward(ForwardMath, SoftmaxRows):
 
 
 class SoftmaxForwardInRegisters(ForwardMath, RowsInRegisters):
-    """As ``SoftmaxForward``; a block has one row, all of it in registers, and ends with it."""
+    """As ``SoftmaxForward``; a warp or a block has one row, all of it in registers, and ends with it."""
 
     def __init__(self, dtype, schedule: Schedule, ragged: bool, *, log: bool, full: int):
         super().__init__(dtype, schedule, ragged, ENTRY_WORDS, full=full, eviction=BESIDE_A_RESULT)
@@ -315,7 +317,7 @@ class SoftmaxForwardInRegisters(ForwardMath, RowsInRegisters):
         shared_bytes: Int32,
         stream,
     ):
-        self.softmax_forward_in_registers_kernel(g_input, input_stride, g_output, output_stride, cols).launch(
+        self.softmax_forward_in_registers_kernel(g_input, input_stride, g_output, output_stride, rows, cols).launch(
             grid=[grid, 1, 1],
             block=[self.threads, 1, 1],
             smem=shared_bytes,
@@ -326,18 +328,23 @@ class SoftmaxForwardInRegisters(ForwardMath, RowsInRegisters):
 
     @cute.kernel
     def softmax_forward_in_registers_kernel(
-        self, g_input: Int64, input_stride: Int64, g_output: Int64, output_stride: Int64, cols: Int32
+        self, g_input: Int64, input_stride: Int64, g_output: Int64, output_stride: Int64, rows: Int32, cols: Int32
     ):
-        """A block has the row of its number."""
-        first, _, rank, row, _ = self.place()
+        """A group of threads (a warp or a block) has the row of its number."""
+        first, _, _, row, _ = self.place()
         s_scratch = Int32(cute.arch.get_dyn_smem(Uint32, 128).toint())
-        g_vectors, phase, vectors = self.span(g_input, input_stride, row, cols)
-        words = self.ask_for_words(g_vectors, first, phase, vectors, cols, self.lowest())
+        if self.is_there(row, rows):
+            g_vectors, phase, vectors = self.span(g_input, input_stride, row, cols)
+            g_out, out_phase, _ = self.span(g_output, output_stride, row, cols)
+            self.take_row(s_scratch, first, g_vectors, phase, vectors, g_out, out_phase, cols)
+
+    @cute.jit
+    def take_row(self, s_scratch, first, g_vectors, phase, vectors, g_out, out_phase, cols):
+        words = self.ask_for_words(g_vectors, first, phase, vectors, cols, self.outside())
         end = self.ask_for_end(g_vectors, first, phase, vectors, cols, Float32(float("-inf")))
-        g_out, out_phase, _ = self.span(g_output, output_stride, row, cols)
         power = Float32(LOG2E)
         highest, total = self.sum_registers(words, end, power)
-        highest, total, _, _ = self.reduce_row(s_scratch, Int32(0), first, rank, power, highest, total)
+        highest, total, _, _ = self.reduce_row(s_scratch, Int32(0), first, Int32(0), power, highest, total)
         factor, bias, scale = self.normalization(highest, total)
         aligned = True
         if cutlass.const_expr(self.ragged):
@@ -348,7 +355,7 @@ class SoftmaxForwardInRegisters(ForwardMath, RowsInRegisters):
                 if wanted:
                     self.store_end(g_out, at, self.results([end], factor, bias, scale)[0])
             for u in cutlass.range_constexpr(self.unroll):
-                values = self.results(unpack(self.dtype, self.vector_words(words, u)), factor, bias, scale)
+                values = self.results(self.vector_values(words, u), factor, bias, scale)
                 self.store_vector(g_out, first, u, phase, vectors, cols, pack(self.dtype, values))
         else:
             self.write_elements(g_vectors, phase, g_out, out_phase, first, cols, factor, bias, scale)
@@ -410,7 +417,7 @@ class SoftmaxBackward(BackwardMath, SoftmaxRows):
         g_dy_end = g_upstream + (last_row * upstream_stride + Int64(cols)) * self.element_bytes
         self.start_meeting(s_scratch, thread)
         if cutlass.const_expr(self.held):
-            self.fill_tails(s_slots, chunks, cols, first, Uint32(0), parts=2)
+            self.fill_tails(s_slots, chunks, cols, first, self.outside(), parts=2)
             for s in cutlass.range_constexpr(self.stages):
                 early_row = first_row + s * row_step
                 if early_row < rows:
@@ -451,12 +458,7 @@ class SoftmaxBackward(BackwardMath, SoftmaxRows):
                 for chunk in cutlass.range(chunks, unroll=1):
                     y_words = self.chunk_words(s_y, g_y, first, chunk, phase, vectors, cols)
                     dy_words = self.chunk_words(s_dy, g_dy, first, chunk, phase, vectors, cols)
-                    terms = []
-                    for u in cutlass.range_constexpr(self.unroll):
-                        y = unpack(self.dtype, y_words[u])
-                        dy = unpack(self.dtype, dy_words[u])
-                        terms = terms + self.terms(y, dy)
-                    dot = dot + tree(terms, add)
+                    dot = dot + self.dot_of_words(y_words, dy_words)
                 if cutlass.const_expr(self.ragged and not self.held):
                     dot = dot + self.dot_of_ends(g_y, g_dy, first, phase, vectors, cols)
             else:
@@ -481,7 +483,7 @@ class SoftmaxBackward(BackwardMath, SoftmaxRows):
                     for u in cutlass.range_constexpr(self.unroll):
                         index = chunk * self.unroll + u
                         vector = self.vector(first, index)
-                        values = self.results(unpack(self.dtype, y_words[u]), unpack(self.dtype, dy_words[u]), dot)
+                        values = self.results(self.vector_values(y_words, u), self.vector_values(dy_words, u), dot)
                         whole = self.whole(vector, phase, vectors, cols)
                         store_global(g_out + Int64(vector) * VECTOR_BYTES, pack(self.dtype, values), whole)
                         if cutlass.const_expr(self.held):
@@ -500,19 +502,6 @@ class SoftmaxBackward(BackwardMath, SoftmaxRows):
                 if stage == self.stages:
                     stage = Int32(0)
 
-    def chunk_words(self, s_row, g_vectors, first, chunk, phase, vectors, cols):
-        """The words of one chunk of a row, 0 where a vector is not (all of) the row's."""
-        words = []
-        for u in range(self.unroll):
-            index = chunk * self.unroll + u
-            if self.held:
-                words.append(load_shared(self.slot(s_row, index)))
-            else:
-                vector = self.vector(first, index)
-                whole = self.whole(vector, phase, vectors, cols)
-                words.append(load_global_or(g_vectors + Int64(vector) * VECTOR_BYTES, whole, Uint32(0)))
-        return words
-
     @cute.jit
     def dot_of_ends(self, g_y, g_dy, first, phase, vectors, cols):
         """What this lane's element at the row's ends adds to the sum."""
@@ -521,7 +510,7 @@ class SoftmaxBackward(BackwardMath, SoftmaxRows):
         if wanted:
             y = self.load_end(Int32(0), offset, g_y, at)
             dy = self.load_end(Int32(0), offset, g_dy, at)
-            dot = self.terms([y], [dy])[0]
+            dot = self.term(y, dy)
         return dot
 
     @cute.jit
@@ -535,7 +524,7 @@ class SoftmaxBackward(BackwardMath, SoftmaxRows):
 
 
 class SoftmaxBackwardInRegisters(BackwardMath, RowsInRegisters):
-    """As ``SoftmaxBackward``; a block has one row, all of it in registers, and ends with it."""
+    """As ``SoftmaxBackward``; a warp or a block has one row, all of it in registers, and ends with it."""
 
     def __init__(self, dtype, schedule: Schedule, ragged: bool, *, log: bool, full: int):
         super().__init__(dtype, schedule, ragged, ENTRY_WORDS, full=full, eviction=BESIDE_A_RESULT)
@@ -558,7 +547,7 @@ class SoftmaxBackwardInRegisters(BackwardMath, RowsInRegisters):
         stream,
     ):
         self.softmax_backward_in_registers_kernel(
-            g_upstream, upstream_stride, g_output, output_stride, g_grad, grad_stride, cols
+            g_upstream, upstream_stride, g_output, output_stride, g_grad, grad_stride, rows, cols
         ).launch(
             grid=[grid, 1, 1],
             block=[self.threads, 1, 1],
@@ -577,16 +566,22 @@ class SoftmaxBackwardInRegisters(BackwardMath, RowsInRegisters):
         output_stride: Int64,
         g_grad: Int64,
         grad_stride: Int64,
+        rows: Int32,
         cols: Int32,
     ):
-        """A block has the row of its number."""
-        first, _, rank, row, _ = self.place()
+        """A group of threads (a warp or a block) has the row of its number."""
+        first, _, _, row, _ = self.place()
         s_scratch = Int32(cute.arch.get_dyn_smem(Uint32, 128).toint())
-        g_y, phase, vectors = self.span(g_output, output_stride, row, cols)
-        g_dy, dy_phase, dy_vectors = self.span(g_upstream, upstream_stride, row, cols)
-        g_out, out_phase, _ = self.span(g_grad, grad_stride, row, cols)
-        y_words = self.ask_for_words(g_y, first, phase, vectors, cols, Uint32(0))
-        dy_words = self.ask_for_words(g_dy, first, dy_phase, dy_vectors, cols, Uint32(0))
+        if self.is_there(row, rows):
+            y = self.span(g_output, output_stride, row, cols)
+            dy = self.span(g_upstream, upstream_stride, row, cols)
+            g_out, out_phase, _ = self.span(g_grad, grad_stride, row, cols)
+            self.take_row(s_scratch, first, *y, *dy, g_out, out_phase, cols)
+
+    @cute.jit
+    def take_row(self, s_scratch, first, g_y, phase, vectors, g_dy, dy_phase, dy_vectors, g_out, out_phase, cols):
+        y_words = self.ask_for_words(g_y, first, phase, vectors, cols, self.outside())
+        dy_words = self.ask_for_words(g_dy, first, dy_phase, dy_vectors, cols, self.outside())
         y_end = self.ask_for_end(g_y, first, phase, vectors, cols, Float32(0.0))
         dy_end = self.ask_for_end(g_dy, first, dy_phase, dy_vectors, cols, Float32(0.0))
         aligned = True
@@ -594,21 +589,20 @@ class SoftmaxBackwardInRegisters(BackwardMath, RowsInRegisters):
             aligned = (dy_phase == phase) & (out_phase == phase)
         dot = Float32(0.0)
         if aligned:
-            dot = tree(self.terms(unpack(self.dtype, y_words), unpack(self.dtype, dy_words)), add)
+            dot = self.dot_of_words(y_words, dy_words)
             if cutlass.const_expr(self.ragged):
-                dot = dot + self.terms([y_end], [dy_end])[0]
+                dot = dot + self.term(y_end, dy_end)
         else:
             dot = self.dot_of_elements(g_y, phase, g_dy, dy_phase, first, cols)
-        dot = self.reduce_sums(s_scratch, Int32(0), first, rank, [dot])[0]
+        dot = self.reduce_sums(s_scratch, Int32(0), first, Int32(0), [dot])[0]
         if aligned:
             if cutlass.const_expr(self.ragged):
                 wanted, at, _ = self.end_of_row(first, phase, vectors, cols)
                 if wanted:
                     self.store_end(g_out, at, self.results([y_end], [dy_end], dot)[0])
             for u in cutlass.range_constexpr(self.unroll):
-                y, dy = (unpack(self.dtype, self.vector_words(words, u)) for words in (y_words, dy_words))
-                words = pack(self.dtype, self.results(y, dy, dot))
-                self.store_vector(g_out, first, u, phase, vectors, cols, words)
+                values = self.results(self.vector_values(y_words, u), self.vector_values(dy_words, u), dot)
+                self.store_vector(g_out, first, u, phase, vectors, cols, pack(self.dtype, values))
         else:
             self.write_elements(g_y, phase, g_dy, dy_phase, g_out, out_phase, first, cols, dot)
 
@@ -658,7 +652,7 @@ def _plan(index, dtype, cols, ragged, backward, log):
 
 
 def make_plan_in_registers(machine, dtype, cols, schedule, ragged, backward, log):
-    """A block has a row, so that a grid has as many as there are."""
+    """Blocks do not stay, so that a grid has as many as rows take."""
     kernel_class = SoftmaxBackwardInRegisters if backward else SoftmaxForwardInRegisters
     schedule, full = _schedule.in_registers(schedule, cols * dtype.itemsize)
     launch = compiled(
