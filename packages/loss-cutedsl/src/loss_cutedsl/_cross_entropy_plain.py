@@ -511,7 +511,7 @@ class CrossEntropyStreamed(CrossEntropyPlain):
             chunks = Int32(0)
         for chunk in cutlass.range(chunks, unroll=1):
             coming = self.chunk_words(facts, g_vectors, phase, vectors, chunk + 1)
-            highest, total = self.absorb_words(words, facts.power, highest, total)
+            highest, total = self.absorb_values(unpack(self.dtype, words), facts.power, highest, total)
             words = coming
         if cutlass.const_expr(self.ragged):
             wanted, at, _ = self.end_of_row(facts.first, phase, vectors, facts.cols)

@@ -208,18 +208,8 @@ MEASURED_GRADIENT = (
 # and ends fall together with the middle of others, and a longer row has more blocks. Nothing needs to be known of other
 # rows here, so that a block has nothing to do but its row; cross-entropy's blocks stay.
 MEASURED_SOFTMAX = (
-    # Forward. 65536 x 1024: 93.4% (85.2%).
-    Measured(1, False, 65, 128, Schedule(64, 32, 1, 1, 2, 16, 1)),
-    # 32768 x 2048: 93.8% (85.8%).
-    Measured(1, False, 129, 256, Schedule(64, 64, 1, 1, 1, 24, 1)),
-    # 32768 x 4096: 97.1% (86.0%).
-    Measured(1, False, 257, 512, Schedule(64, 64, 1, 1, 2, 20, 1)),
-    # 4096 x 8192: 86.4% (79.4%); with clusters of two 77.0%.
-    Measured(1, False, 513, 1024, Schedule(128, 128, 1, 1, 1, 12, 1)),
-    # 4096 x 12288: 89.9% (79.4%); with clusters of two 90.0%.
-    Measured(1, False, 1025, 1536, Schedule(192, 192, 1, 1, 2, 8, 1)),
-    # 4096 x 16384: 92.5% (84.9%); one block 91.3%, four 80.9%. 4096 x 24576: 94.5% (80.9%).
-    Measured(1, False, 1537, 3072, Schedule(256, 256, 2, 1, 2, 6, 1)),
+    # Forward. 4096 x 16384: 92.5% (84.9%); one block 91.3%, four 80.9%. 4096 x 24576: 94.5% (80.9%).
+    Measured(1, False, 1793, 3072, Schedule(256, 256, 2, 1, 2, 6, 1)),
     # 8192 x 32000: 97.7% (90.8%).
     Measured(1, False, 3073, 4096, Schedule(256, 256, 2, 1, 2, 4, 1)),
     # 8192 x 40960: 100.6%, as wider rows 93.4%.
@@ -232,60 +222,104 @@ MEASURED_SOFTMAX = (
     Measured(1, False, 14337, 19200, Schedule(256, 256, 8, 1, 2, 4, 1)),
     # 1024 x 262144: 95.8% (71.9%).
     Measured(1, False, 19201, 32768, Schedule(256, 256, 8, 1, 2, 3, 1)),
-    # Forward, ragged. 65536 x 1001: 89.4%, with 16 blocks a multiprocessor 88.0%.
-    Measured(1, True, 65, 128, Schedule(64, 32, 1, 1, 2, 20, 1)),
-    # 32768 x 2001: 86.7%, with 16 blocks 85.7%.
-    Measured(1, True, 129, 256, Schedule(64, 64, 1, 1, 1, 24, 1)),
-    # 32768 x 4001: 94.1%.
-    Measured(1, True, 257, 512, Schedule(64, 64, 1, 1, 2, 16, 1)),
-    # 16384 x 8193: 93.3%.
-    Measured(1, True, 513, 1100, Schedule(128, 128, 1, 1, 1, 12, 1)),
-    # 8192 x 16385: 92.5%.
-    Measured(1, True, 1101, 2100, Schedule(256, 256, 1, 1, 1, 6, 1)),
-    # 8192 x 32003: 95.4%.
-    Measured(1, True, 2101, 4200, Schedule(256, 256, 2, 1, 2, 5, 1)),
-    # 8192 x 50257: 95.2%.
-    Measured(1, True, 4201, 8400, Schedule(256, 256, 2, 1, 1, 4, 1)),
+    # Forward, ragged. 8192 x 50257, when it was not in registers: 95.2%.
+    Measured(1, True, 6401, 8400, Schedule(256, 256, 2, 1, 1, 4, 1)),
     # 4096 x 128257: 96.1%.
     Measured(1, True, 8401, 19200, Schedule(256, 256, 8, 1, 2, 5, 1)),
-    # Backward. 65536 x 1024: 97.6% (94.0%).
-    Measured(2, False, 65, 128, Schedule(64, 32, 1, 1, 4, 12, 1)),
-    # 32768 x 2048: 97.9% (94.7%).
-    Measured(2, False, 129, 256, Schedule(64, 64, 1, 1, 2, 16, 1)),
-    # 32768 x 4096: 100.9% (97.2%).
-    Measured(2, False, 257, 512, Schedule(64, 64, 1, 1, 4, 12, 1)),
-    # 4096 x 8192: 91.0% (88.4%).
-    Measured(2, False, 513, 1024, Schedule(128, 128, 1, 1, 2, 8, 1)),
-    # 16384 x 10240: 102.0%, as wider rows 100.9%.
-    Measured(2, False, 1025, 1280, Schedule(128, 128, 2, 1, 1, 8, 1)),
-    # 4096 x 16384: 96.9% (92.7%).
+    # Backward. 4096 x 16384: 96.9% (92.7%).
     Measured(2, False, 1281, 2048, Schedule(256, 256, 2, 1, 2, 4, 1)),
     # 8192 x 20480: 102.2%, as wider rows 96.5%.
     Measured(2, False, 2049, 2560, Schedule(128, 128, 4, 1, 1, 8, 1)),
     # 8192 x 32000: 102.9% (98.4%); 8192 x 24576: 103.0%.
     Measured(2, False, 2561, 4096, Schedule(256, 256, 4, 1, 2, 4, 1)),
-    # 4096 x 65536: 102.4% (97.7%); 4096 x 32768 float32: 102.4% (97.6%).
-    Measured(2, False, 4097, 8192, Schedule(256, 256, 4, 1, 4, 3, 1)),
-    # 4096 x 128256: 103.7% (99.4% with clusters of four that stay). 4096 x 151936, two blocks a multiprocessor: 104.0%.
-    Measured(2, False, 8193, 24576, Schedule(256, 256, 8, 1, 4, 3, 1)),
-    # Backward, ragged. 65536 x 1001: 92.5%.
-    Measured(2, True, 65, 128, Schedule(64, 32, 1, 1, 2, 12, 1)),
-    # 32768 x 2001: 93.0%; 32768 x 4001: 97.0%.
-    Measured(2, True, 129, 512, Schedule(64, 64, 1, 1, 2, 12, 1)),
-    # 16384 x 8193: 96.7%.
-    Measured(2, True, 513, 1100, Schedule(128, 128, 1, 1, 2, 6, 1)),
-    # 8192 x 16385: 96.4% (89.9%).
-    Measured(2, True, 1101, 2100, Schedule(256, 256, 1, 1, 1, 4, 1)),
-    # 8192 x 32003: 98.9% (94.2%).
-    Measured(2, True, 2101, 4200, Schedule(256, 256, 2, 1, 2, 3, 1)),
-    # 8192 x 50257: 99.4%.
-    Measured(2, True, 4201, 8400, Schedule(256, 256, 4, 1, 2, 3, 1)),
+    # Four vectors a step spill in log-softmax's, up to three blocks a multiprocessor: 16 bytes, and 1 to 20 points.
+    # Softmax and log-softmax, then log-softmax by four: 4096 x 40960 102.0 and 102.0% (92.5%).
+    Measured(2, False, 4097, 6400, Schedule(256, 256, 4, 1, 2, 3, 1)),
+    # 4096 x 65536: 103.1 and 103.5% (101.1%); 4096 x 73728: 103.5% (88.3%); 4096 x 32768 float32: 103.5% (102.9%).
+    Measured(2, False, 6401, 9216, Schedule(256, 256, 8, 1, 2, 4, 1)),
+    # 4096 x 81920: 103.3 and 103.5% (82.2 to 92.0%); 4096 x 114688: 103.6% (97.2%).
+    Measured(2, False, 9217, 15360, Schedule(256, 256, 8, 1, 2, 3, 1)),
+    # 4096 x 128256: 103.8 and 104.0% (97.6%); 8192 x 151936: 104.6 and 104.7% (84.5%); 1024 x 196608: 101.4 and 101.4%.
+    Measured(2, False, 15361, 24576, Schedule(256, 256, 8, 1, 4, 2, 1)),
+    # Backward, ragged. 8192 x 50257: 99.4%.
+    Measured(2, True, 4097, 8400, Schedule(256, 256, 4, 1, 2, 3, 1)),
     # 4096 x 128257: 98.5%.
     Measured(2, True, 8401, 24576, Schedule(256, 256, 8, 1, 2, 3, 1)),
 )
 
-# The same of rows that are all in a block's registers; ``unroll`` is then what a row takes.
-SOFTMAX_IN_REGISTERS: tuple[Measured, ...] = ()
+# The same of rows that are all in registers, of a block or of a warp (32 threads), where that was better; ``unroll`` is
+# then what a row takes. Measured likewise (copy 4.25 TB/s); in brackets what had been best of rows in shared memory.
+#
+# There is less to do: no copies to start, and of ragged rows no ends to bring to their places among those, after which
+# the lanes of a warp have to meet. So ragged rows gain most. Wider rows take more registers than leave two blocks.
+SOFTMAX_IN_REGISTERS = (
+    # Forward. 524288 x 256: 93.3% (77.3%); 262144 x 512: 99.1% (91.0%); 131072 x 600: 96.4% (71.5%).
+    Measured(1, False, 17, 96, Schedule(128, 32, 1, 1, 0, 12)),
+    # 131072 x 1024: 98.9% (98.2%).
+    Measured(1, False, 97, 128, Schedule(64, 32, 1, 1, 0, 20)),
+    # 65536 x 1536: 97.6% (97.2%).
+    Measured(1, False, 129, 192, Schedule(64, 64, 1, 1, 0, 21)),
+    # 65536 x 2048: 99.2% (98.8%), 32768 x 2048: 95.5% (94.4%); a warp a row 98.5 and 95.1%.
+    Measured(1, False, 193, 256, Schedule(128, 128, 1, 1, 0, 12)),
+    # 65536 x 2560: 99.3% (99.1%).
+    Measured(1, False, 257, 320, Schedule(64, 64, 1, 1, 0, 18)),
+    # 32768 x 3072: 98.0% (97.0%); 32768 x 4096: 98.7% (98.0%).
+    Measured(1, False, 321, 512, Schedule(128, 128, 1, 1, 0, 10)),
+    # 32768 x 5120: 99.3% (99.3%); 16384 x 7168: 98.3% (97.4%). 4096 x 8192: 89.6% (87.7%), with eight blocks 88.8%,
+    # with seven 88.3%; float16 89.0% (87.7%); 16384 x 4096 float32: 98.5% (98.5%).
+    Measured(1, False, 513, 1024, Schedule(128, 128, 1, 1, 0, 9)),
+    # 16384 x 10240: 99.4% (98.5%); 8192 x 14336: 97.1% (95.2%). With 16384 columns there is no difference.
+    Measured(1, False, 1025, 1792, Schedule(256, 256, 1, 1, 0, 4)),
+    # Forward, ragged. 524288 x 257: 60.9% (45.6%); 262144 x 501: 97.5% (82.0%); 131072 x 769: 97.2% (69.4%).
+    Measured(1, True, 17, 110, Schedule(128, 32, 1, 1, 0, 12)),
+    # 131072 x 1001: 98.6% (84.9%).
+    Measured(1, True, 111, 130, Schedule(64, 64, 1, 1, 0, 25)),
+    # 65536 x 1501: 96.7% (82.8%); 65536 x 2001: 98.2% (91.6%).
+    Measured(1, True, 131, 258, Schedule(64, 64, 1, 1, 0, 21)),
+    # 65536 x 2561: 98.8% (88.7%).
+    Measured(1, True, 259, 330, Schedule(64, 64, 1, 1, 0, 16)),
+    # 32768 x 3001: 97.4% (93.1%).
+    Measured(1, True, 331, 430, Schedule(128, 128, 1, 1, 0, 10)),
+    # 32768 x 4001: 99.0% (95.4%); 32768 x 5001: 98.9% (97.1%); 16384 x 7001: 97.5% (94.8%).
+    Measured(1, True, 431, 900, Schedule(128, 128, 1, 1, 0, 8)),
+    # 16384 x 8191: 98.4% (95.7%).
+    Measured(1, True, 901, 1030, Schedule(256, 256, 1, 1, 0, 5)),
+    # 16384 x 9001: 98.3% (91.4%).
+    Measured(1, True, 1031, 1152, Schedule(128, 128, 1, 1, 0, 8)),
+    # 16384 x 10001: 98.8% (96.9%); 8192 x 12001: 96.4% (94.2%).
+    Measured(1, True, 1153, 1600, Schedule(256, 256, 1, 1, 0, 4)),
+    # 8192 x 16001: 98.0% (95.6%); 8192 x 20011: 98.1% (92.2%); 8192 x 28001: 98.9% (98.5%).
+    Measured(1, True, 1601, 3600, Schedule(256, 256, 1, 1, 0, 3)),
+    # 8192 x 32003: 99.1% (98.2%); 4096 x 40001: 96.8% (95.6%); 8192 x 50257: 98.8% (98.2%).
+    Measured(1, True, 3601, 6400, Schedule(256, 256, 1, 1, 0, 2)),
+    # Backward. 524288 x 256: 101.7% (96.9%); 262144 x 512: 101.6% (97.3%).
+    Measured(2, False, 17, 64, Schedule(128, 32, 1, 1, 0, 10)),
+    # 131072 x 600: 99.3% (93.2%); 131072 x 1024: 101.7% (101.6%), log-softmax 101.9% (98.2%).
+    Measured(2, False, 65, 128, Schedule(64, 64, 1, 1, 0, 18)),
+    # 65536 x 2048: 101.9% (101.4%); 32768 x 2048: 99.2% (98.4%).
+    Measured(2, False, 129, 320, Schedule(128, 128, 1, 1, 0, 9)),
+    # 32768 x 4096: 101.9% (101.2%). 4096 x 8192: 94.2% (92.4%), with three blocks 94.0%, 128 threads 93.7%; log-softmax
+    # 94.2% (93.0%), 92.6 and 93.2%.
+    Measured(2, False, 321, 1024, Schedule(256, 256, 1, 1, 0, 4)),
+    # 16384 x 9216: 102.7% (101.7%); 16384 x 10240: 102.8% (102.0%). Up to 16384 columns there is no difference.
+    Measured(2, False, 1025, 1280, Schedule(512, 512, 1, 1, 0, 2)),
+    # Backward, ragged. 524288 x 257: 89.7% (70.8%); 262144 x 501: 100.7% (89.5%).
+    Measured(2, True, 17, 66, Schedule(128, 32, 1, 1, 0, 10)),
+    # 131072 x 769: 100.2% (92.3%); 131072 x 1001: 100.9% (96.9%).
+    Measured(2, True, 67, 130, Schedule(64, 64, 1, 1, 0, 18)),
+    # 65536 x 1501: 100.7% (92.5%); 65536 x 2001: 101.2% (97.0%).
+    Measured(2, True, 131, 258, Schedule(128, 128, 1, 1, 0, 10)),
+    # 65536 x 2561: 102.1% (98.1%); 32768 x 3001: 100.3% (95.8%).
+    Measured(2, True, 259, 386, Schedule(128, 128, 1, 1, 0, 8)),
+    # 32768 x 4001: 101.3% (97.0%); 32768 x 5001: 102.4% (98.0%); 16384 x 6001: 100.2% (95.8%).
+    Measured(2, True, 387, 800, Schedule(256, 256, 1, 1, 0, 4)),
+    # 16384 x 8191: 101.3% (96.7%); 16384 x 10001: 101.6% (98.1%).
+    Measured(2, True, 801, 1300, Schedule(256, 256, 1, 1, 0, 3)),
+    # 8192 x 12001: 100.4% (95.7%); 8192 x 16001: 100.7% (96.8%); 8192 x 20011: 100.4% (98.0%).
+    Measured(2, True, 1301, 2560, Schedule(256, 256, 1, 1, 0, 2)),
+    # 4096 x 25003: 98.0% (94.7%); 8192 x 32003: 102.5% (99.1%).
+    Measured(2, True, 2561, 4096, Schedule(512, 512, 1, 1, 0, 1)),
+)
 
 
 def held(
