@@ -248,21 +248,37 @@ def test_more_of_the_loss_alone_is_held_where_the_l2_cache_is_smaller(cols, held
         assert smaller in with_gradient
 
 
+def loss_alone_in_registers(machine, vectors, ragged):
+    return _schedule.plain(machine, vectors, ragged, False).schedule
+
+
+def softmax_in_registers(inputs):
+    return lambda machine, vectors, ragged: _schedule.softmax_in_registers(machine, vectors, inputs, ragged)
+
+
 @pytest.mark.parametrize("width", [4, 8])
-@pytest.mark.parametrize("vectors", [129, 300, 640, 1024, 2048, 2049, 4096, 6283])
-def test_vectors_of_rows_in_registers(vectors, width):
+@pytest.mark.parametrize(
+    ("schedule_of", "vectors"),
+    [
+        *((loss_alone_in_registers, vectors) for vectors in (129, 300, 640, 1024, 2048, 2049, 4096, 6283)),
+        *((softmax_in_registers(1), vectors) for vectors in (1, 2, 90, 128, 300, 1024, 1500)),
+        *((softmax_in_registers(2), vectors) for vectors in (1, 2, 64, 128, 300, 1024, 1279)),
+    ],
+)
+def test_vectors_of_rows_in_registers(schedule_of, vectors, width):
     """Wherever a row begins, each vector that is all of it has a place, and those that count as full are all of it."""
     machine = _schedule.machine((9, 0), 132, H200_L2)
-    for cols in range(vectors * width - width + 1, vectors * width + width):
+    for cols in range(max(1, vectors * width - width + 1), vectors * width + width):
         ragged = cols % width != 0
-        form = _schedule.plain(machine, _schedule.most_vectors(cols, width, ragged), ragged, False)
-        assert form.at_once
-        schedule, full = _schedule.in_registers(form.schedule, cols * 16 // width)
+        found = schedule_of(machine, _schedule.most_vectors(cols, width, ragged), ragged)
+        assert found.unroll == 0
+        schedule, full = _schedule.in_registers(found, cols * 16 // width)
         assert full in (schedule.unroll - 1, schedule.unroll)
         for phase in range(width if ragged else 1):
             whole = range(int(phase > 0), (phase + cols) // width)
-            assert whole[-1] < schedule.unroll * schedule.threads
-            assert full * schedule.threads <= whole[-1] + 1
+            last = whole[-1] if whole else -1
+            assert last < schedule.unroll * schedule.row_threads
+            assert full * schedule.row_threads <= last + 1
 
 
 def test_softmax_in_registers_has_room_over_all_widths_that_it_is_for():
@@ -280,7 +296,7 @@ def test_softmax_in_registers_has_room_over_all_widths_that_it_is_for():
             assert _schedule.softmax_in_registers(ampere, vectors, inputs, ragged) is None
         # What a thread has of its rows, beside which it needs some two dozen more.
         assert 4 * inputs * -(-most // schedule.row_threads) + 16 <= 65536 // (schedule.blocks * schedule.threads)
-    for case, after in itertools.pairwise(table):
+    for case, after in itertools.pairwise(sorted((*table, *_schedule.MEASURED_SOFTMAX))):
         assert case[:2] != after[:2] or case.most < after.least
 
 

@@ -5,9 +5,9 @@ With m = max x and total = sum exp(x - m), over each row of V classes::
     softmax      y = exp(x - m) / total             dx = y * (dy - sum_j dy[j] * y[j])
     log-softmax  y = (x - m) - log(total)           dx = dy - exp(y) * sum_j dy[j]
 
-All in float32, each element rounded once. The sum runs online, with a running maximum (Milakov and Gimelshein
-2018). Where a row fits in shared memory it is read once, and the next row's copies run under the stores of this one;
-longer rows are read twice.
+All in float32, each element rounded once. A row is read once where it fits in the registers of a block, which then ends
+with it, or in the shared memory of a block or a cluster; where that takes several rows, the next one's copies run under
+the stores of this one. Longer rows are read twice, the sum with a running maximum (Milakov and Gimelshein 2018).
 A row that has NaN or +inf, or only -inf, gives NaN.
 
 Prefixes: ``g_`` global address (Int64), ``s_`` shared-memory address (Int32). Sizes: R rows, V classes.
