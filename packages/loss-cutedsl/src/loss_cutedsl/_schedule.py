@@ -255,8 +255,8 @@ MEASURED_SOFTMAX = (
 # There is less to do: no copies to start, and of ragged rows no ends to bring to their places among those, after which
 # the lanes of a warp have to meet. So ragged rows gain most. Wider rows take more registers than leave two blocks.
 SOFTMAX_IN_REGISTERS = (
-    # Forward. 524288 x 136: 50.5% (38.3%); 524288 x 256: 93.3% (77.3%); 262144 x 512: 99.1% (91.0%); 131072 x 600: 96.4%
-    # (71.5%).
+    # Forward. 524288 x 136: 50.5% (38.3%); 524288 x 256: 93.3% (77.3%); 262144 x 512: 99.1% (91.0%); 131072 x 600:
+    # 96.4% (71.5%).
     Measured(1, False, 1, 96, Schedule(128, 32, 1, 1, 0, 12)),
     # 131072 x 1024: 98.9% (98.2%).
     Measured(1, False, 97, 128, Schedule(64, 32, 1, 1, 0, 20)),
@@ -275,8 +275,8 @@ SOFTMAX_IN_REGISTERS = (
     Measured(1, False, 1025, 1120, Schedule(128, 128, 1, 1, 0, 8)),
     # 16384 x 10240: 99.4% (98.5%); 8192 x 14336: 97.1% (95.2%). With 16384 columns there is no difference.
     Measured(1, False, 1121, 1792, Schedule(256, 256, 1, 1, 0, 4)),
-    # Forward, ragged. 524288 x 137: 43.6% (27.7%); 524288 x 257: 60.9% (45.6%); 262144 x 501: 97.5% (82.0%); 131072 x 769:
-    # 97.2% (69.4%).
+    # Forward, ragged. 524288 x 137: 43.6% (27.7%); 524288 x 257: 60.9% (45.6%); 262144 x 501: 97.5% (82.0%);
+    # 131072 x 769: 97.2% (69.4%).
     Measured(1, True, 1, 110, Schedule(128, 32, 1, 1, 0, 12)),
     # 131072 x 1001: 98.6% (84.9%).
     Measured(1, True, 111, 130, Schedule(64, 64, 1, 1, 0, 25)),
