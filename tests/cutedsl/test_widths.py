@@ -25,7 +25,7 @@ def least_vectors(table):
 def columns(vectors, dtype, ragged):
     """Of rows that touch so many vectors at most: all of them full, or not."""
     width = _schedule.VECTOR_BYTES // dtype.itemsize
-    cols = vectors * width - (2 * width - 3 if ragged else 0)
+    cols = max(1, vectors * width - (2 * width - 3 if ragged else 0))
     assert _schedule.most_vectors(cols, width, ragged) == vectors
     assert (cols % width != 0) == ragged
     return cols
