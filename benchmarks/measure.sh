@@ -11,11 +11,12 @@
 # (tests/support/precompile.py). In the environment, all in seconds:
 #   TESTS_S=420    for the tests; 0: none.
 #   TOTAL_S=900    for everything; runs that have no time are left out.
-# And WORKERS=14, processes of the tests; TESTS, arguments of pytest in place of those below, such as
+# And RUNS="cross_entropy narrow softmax seeds", those of loss-bench; WORKERS=14, processes of the tests; TESTS, arguments of pytest in place of those below, such as
 # "tests/test_*.py tests/gpu tests/triton --backend triton --backend cutedsl", which took an H100's 16 cores 200 s.
 set -euo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 tests_s=${TESTS_S:-420} total_s=${TOTAL_S:-900}
+runs=${RUNS:-cross_entropy narrow softmax seeds}
 cd "$(dirname "$0")/.."
 read -r -a tests <<< "${TESTS:-tests/test_*.py tests/gpu tests/bench/test_gpu.py tests/triton tests/core tests/cutedsl/test_host.py tests/cutedsl/test_widths.py}"
 
@@ -26,7 +27,7 @@ softmax=(softmax log_softmax --shape "4096x128256,32768x2048,8192x32000" --dtype
 seeds=(cross_entropy softmax log_softmax --preset seeds "${compared[@]}")
 
 warm() {
-  for run in cross_entropy narrow softmax seeds; do
+  for run in $runs; do
     declare -n arguments=$run
     python3 -m loss_bench warm "${arguments[@]}" --jobs 3 || true
   done > "$out/warm.log" 2>&1
@@ -35,6 +36,7 @@ warm() {
 # NAME, seconds that it may take, fewer than which it is left out, further arguments
 run() {
   local name=$1 budget=$2 least=$3 left=$((total_s - SECONDS - 8))
+  [[ " $runs " == *" $name "* ]] || return 0
   declare -n arguments=$name
   if [ "$left" -lt "$least" ]; then
     echo "no time for $name"
@@ -60,5 +62,5 @@ export CUDA_VISIBLE_DEVICES=0
 # The time of the kernels alone, by CUDA graphs, of the seeds only, whose kernels are short.
 run cross_entropy 75 40 --pass forward+backward,no-grad --no-graph
 run narrow 20 15 --pass forward+backward,no-grad --no-graph
-run softmax 45 25 --pass forward,backward --no-graph
+run softmax 60 25 --pass forward,backward --no-graph
 run seeds 110 40
