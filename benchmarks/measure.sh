@@ -11,8 +11,9 @@
 # (tests/support/precompile.py). In the environment, all in seconds:
 #   TESTS_S=420    for the tests; 0: none.
 #   TOTAL_S=900    for everything; runs that have no time are left out.
-# And RUNS="cross_entropy narrow softmax seeds", those of loss-bench; WORKERS=14, processes of the tests; TESTS, arguments of pytest in place of those below, such as
-# "tests/test_*.py tests/gpu tests/triton --backend triton --backend cutedsl", which took an H100's 16 cores 200 s.
+# And RUNS="cross_entropy narrow softmax seeds", those of loss-bench; WORKERS=14, processes of the tests; TESTS, arguments
+# of pytest in place of those below, such as "tests/test_*.py tests/gpu tests/triton --backend triton --backend cutedsl",
+# which took an H100's 16 cores 200 s.
 set -euo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 tests_s=${TESTS_S:-420} total_s=${TOTAL_S:-900}

@@ -37,8 +37,8 @@ def cuobjdump() -> str:
 
 
 def columns(vectors: int, width: int, ragged: bool) -> int:
-    """Of rows that touch so many vectors at most."""
-    return vectors * width - (2 * width - 3 if ragged else 0)
+    """Of rows that touch so many vectors, of ``width`` elements, at most: all of them full, or not."""
+    return max(1, vectors * width - (2 * width - 3 if ragged else 0))
 
 
 def schedules() -> Iterator[tuple[str, Callable[[], object]]]:

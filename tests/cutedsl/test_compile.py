@@ -150,9 +150,8 @@ def test_what_is_evicted_first_and_last_in_the_plain_case(monkeypatch, cols, gra
     cross_entropy.make_plain_plan(machine, BF16, cols, form, False, torch.int64, gradient, None, of)
     ((facts, eviction),) = kernels
     assert eviction == wanted
-    # What the cache knows the binary by. What streams never has another.
-    if form.held or form.at_once:
-        assert ("eviction", wanted) in facts
+    # What the cache knows the binary by; what streams has none.
+    assert (("eviction", wanted) in facts) == (form.held or form.at_once)
 
 
 def test_what_is_evicted_last_elsewhere():

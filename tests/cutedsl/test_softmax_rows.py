@@ -81,8 +81,6 @@ def launch(monkeypatch, case, seed, resident):
     empty = np.full((case.rows, case.cols), NAN, float32)
     written = memory.matrix(WRITTEN, size, empty, out_stride, case.out_offset, writable=True)
     arguments = {"rows": case.rows, "cols": case.cols}
-    if not case.at_once:
-        arguments["chunks"] = case.schedule.chunks(vectors)
     if case.backward:
         upstream = memory.matrix(UPSTREAM, size, inputs[1], out_stride, case.dy_offset)
         arguments |= {"g_output": read, "output_stride": stride, "g_grad": written, "grad_stride": out_stride}
@@ -97,6 +95,7 @@ def launch(monkeypatch, case, seed, resident):
     else:
         kernel_class = softmax.SoftmaxBackward if case.backward else Forward
         kernel = in_python(kernel_class)(case.dtype, case.schedule, ragged, log=case.log, held=case.held)
+        arguments["chunks"] = case.schedule.chunks(vectors)
         inputs_held = len(inputs) * case.held
         shared_bytes = _schedule.shared_bytes(case.schedule, vectors, inputs_held, softmax.ENTRY_WORDS)
     name = f"softmax_{'backward' if case.backward else 'forward'}{'_in_registers' * case.at_once}_kernel"

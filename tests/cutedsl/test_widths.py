@@ -4,6 +4,7 @@ import math
 
 import loss_core
 import pytest
+import spills
 import torch
 from loss_cutedsl import _schedule
 from support import devices
@@ -23,9 +24,9 @@ def least_vectors(table):
 
 
 def columns(vectors, dtype, ragged):
-    """Of rows that touch so many vectors at most: all of them full, or not."""
+    """As the tool that says what of these schedules spills has them."""
     width = _schedule.VECTOR_BYTES // dtype.itemsize
-    cols = max(1, vectors * width - (2 * width - 3 if ragged else 0))
+    cols = spills.columns(vectors, width, ragged)
     assert _schedule.most_vectors(cols, width, ragged) == vectors
     assert (cols % width != 0) == ragged
     return cols
