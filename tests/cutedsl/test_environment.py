@@ -87,7 +87,8 @@ WHOLE = {"nvidia-cutlass-dsl": "4.8.1", BASE: "4.8.1", CU12: "4.8.1", "apache-tv
 def test_wheels_that_agree(monkeypatch):
     install(monkeypatch, WHOLE, [(BASE, "a.py", "1"), (CU12, "b.py", "2"), (CU12, "a.py", "1")])
     assert _environment.wheels_reason() is None
-    install(monkeypatch, {**WHOLE, "nvidia-cutlass-dsl": "4.7.0", BASE: "4.7.0", CU12: "4.7.0"})
+    oldest = {"nvidia-cutlass-dsl": "4.7.0", BASE: "4.7.0", CU12: "4.7.0", "apache-tvm-ffi": "0.1.10"}
+    install(monkeypatch, oldest)
     assert _environment.wheels_reason() is None
     install(monkeypatch, {**WHOLE, "nvidia-cutlass-dsl": "5.0.0", BASE: "5.0.0", CU12: "5.0.0"})
     assert _environment.wheels_reason() is None
@@ -105,6 +106,7 @@ def test_wheels_that_agree(monkeypatch):
             f"wheels at odds: {CU12} and {CU13} both install lib/libcute.so",
         ),
         ({k: v for k, v in WHOLE.items() if k != "apache-tvm-ffi"}, (), "apache-tvm-ffi is not installed"),
+        ({**WHOLE, "apache-tvm-ffi": "0.1.9"}, (), "needs apache-tvm-ffi 0.1.10 or later, 0.1.9 is installed"),
     ],
 )
 def test_wheels_that_do_not(monkeypatch, versions, files, expected):

@@ -795,7 +795,10 @@ class CrossEntropyForward(CrossEntropyTotal):
         """Store the block's sums, and note how many blocks had done so before."""
         if (cute.arch.thread_idx()[0] == 0) & (facts.rank == 0):
             block = cute.arch.block_idx()[0] // self.cluster
-            store_floats(self.sums_address(it, block), [loss_sum, count, z_sum, Float32(0.0)])
+            zero = Float32(0.0)
+            # What nothing was added to is named as what it is; see ``operand``.
+            sums = [loss_sum, zero if self.gradient else count, z_sum if self.stats else zero, zero]
+            store_floats(self.sums_address(it, block), sums)
             done_before = exchange_add(it.g_workspace + WORKSPACE_DONE * 4, Int32(1))
             store_shared_word(facts.s_scratch + self.notes + NOTE_DONE, done_before)
 

@@ -158,9 +158,7 @@ class CrossEntropyRows(StagedRows):
 
     def target_gradient(self, facts, y, x_y, w_y, g_out, out_phase, highest, pull, scale):
         """Store the target's gradient, formed in float32."""
-        push = facts.confidence * w_y
-        if self.smoothing:
-            push = fma(facts.share, w_y, push)
+        push = (facts.confidence + facts.share) * w_y if self.smoothing else facts.confidence * w_y
         value = exp2((self.value(facts, x_y, y) - highest) * facts.power) * pull - push * scale
         slope = self.slope(facts, x_y)
         if slope is not None:

@@ -9,6 +9,8 @@ Prefixes, as in the kernels that use this module: ``g_`` a global address (Int64
 
 from __future__ import annotations
 
+import struct
+
 import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, cute
 
@@ -23,7 +25,20 @@ LOWEST = -3.4028234663852886e38
 
 
 def ptx(code, outputs=None, inputs=None, predicate=None):
-    return cute.arch.inline_ptx(code, write_only_types=outputs, read_only_args=inputs, predicate=predicate)
+    operands = None if inputs is None else [operand(value) for value in inputs]
+    return cute.arch.inline_ptx(code, write_only_types=outputs, read_only_args=operands, predicate=predicate)
+
+
+def operand(value):
+    """An input of ``ptx``; a float32 that is known here in a register, for DSL 4.7 takes none for an operand.
+
+    Of one that only the DSL's compiler finds to be known, as a sum to which nothing is ever added, its libNVVM says
+    that "constraint 'n' expects an integer constant expression".
+    """
+    if not (isinstance(value, Float32) and isinstance(value.value, float)):
+        return value
+    bits = int.from_bytes(struct.pack("<f", value.value), "little")
+    return cute.arch.inline_ptx(f"mov.f32 {{$w0}}, 0f{bits:08X};", write_only_types=[Float32])
 
 
 # Arithmetic

@@ -17,6 +17,7 @@ PARTS = (
     "nvidia-cutlass-dsl-libs-cu13",
 )
 CALL_INTERFACE = "apache-tvm-ffi"
+OLDEST_CALL_INTERFACE = (0, 1, 10)
 
 
 def unavailable_reason(device: torch.device) -> str | None:
@@ -44,8 +45,8 @@ def wheels_reason() -> str | None:
         version = metadata.version(DSL)
     except metadata.PackageNotFoundError:
         return f"{DSL} is not installed"
-    if _numbers(version)[:2] < OLDEST_DSL:
-        return f"needs {DSL} {'.'.join(map(str, OLDEST_DSL))} or later, {version} is installed"
+    if _numbers(version) < OLDEST_DSL:
+        return _too_old(DSL, OLDEST_DSL, version)
     parts = {}
     for name in PARTS:
         try:
@@ -65,10 +66,17 @@ def wheels_reason() -> str | None:
             if owner[1] != path.hash.value:
                 return f"wheels at odds: {owner[0]} and {name} both install {path}; uninstall both, then install one"
     try:
-        metadata.version(CALL_INTERFACE)
+        version = metadata.version(CALL_INTERFACE)
     except metadata.PackageNotFoundError:
         return f"{CALL_INTERFACE} is not installed"
+    if _numbers(version) < OLDEST_CALL_INTERFACE:
+        # The DSL would say, once it has compiled a kernel, that a function of it has no such argument.
+        return _too_old(CALL_INTERFACE, OLDEST_CALL_INTERFACE, version)
     return None
+
+
+def _too_old(name: str, oldest: tuple[int, ...], version: str) -> str:
+    return f"needs {name} {'.'.join(map(str, oldest))} or later, {version} is installed"
 
 
 def _driver_reason() -> str | None:
