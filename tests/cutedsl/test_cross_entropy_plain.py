@@ -112,7 +112,7 @@ def launch(monkeypatch, case, seed, resident, workspace, held_class=Held):
         kernel_class, facts = held_class, {"gradient": case.gradient, "eviction": eviction}
     elif case.at_once:
         schedule, full = _schedule.in_registers(schedule, case.cols * size)
-        kernel_class, facts = InRegisters, {"full": full, "eviction": eviction}
+        kernel_class, facts = InRegisters, {"gradient": case.gradient, "full": full, "eviction": eviction}
     memory = Memory()
 
     arguments = dict.fromkeys(("g_grad",), 0) | denominator_arguments(memory, case)

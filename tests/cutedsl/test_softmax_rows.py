@@ -91,6 +91,7 @@ def launch(monkeypatch, case, seed, resident):
         schedule, full = _schedule.in_registers(case.schedule, case.cols * size)
         kernel_class = softmax.SoftmaxBackwardInRegisters if case.backward else ForwardInRegisters
         kernel = in_python(kernel_class)(case.dtype, schedule, ragged, log=case.log, full=full)
+        arguments["chunks"] = 1
         shared_bytes = kernel.scratch_bytes
     else:
         kernel_class = softmax.SoftmaxBackward if case.backward else Forward
@@ -98,7 +99,7 @@ def launch(monkeypatch, case, seed, resident):
         arguments["chunks"] = case.schedule.chunks(vectors)
         inputs_held = len(inputs) * case.held
         shared_bytes = _schedule.shared_bytes(case.schedule, vectors, inputs_held, softmax.ENTRY_WORDS)
-    name = f"softmax_{'backward' if case.backward else 'forward'}{'_in_registers' * case.at_once}_kernel"
+    name = f"softmax_{'backward' if case.backward else 'forward'}_kernel"
     Launch(
         kernel, memory, case.clusters * case.schedule.cluster, seed, resident, shared_bytes=shared_bytes,
         word_bytes=kernel.scratch_bytes,

@@ -1,9 +1,9 @@
 """Cross-entropy's forward in the plain case, at its best: a block, or a cluster, has one row and ends with it.
 
-It copies the row to shared memory, sums it, tells its loss and writes the gradient. Without a gradient a row is in
-registers, all of it asked for at once, ignored or not; or it streams through them. As many blocks as there is room for
-are under way at a time, so that the start and the end of one fall together with the middle of others. None waits for
-what it has stored, and none for another block, but for two things:
+It sums the row, tells its loss and writes the gradient. Meanwhile the row is in shared memory; or in registers, all of
+it asked for at once, ignored or not; or, without a gradient, it streams through them. As many blocks as there is room
+for are under way at a time, so that the start and the end of one fall together with the middle of others. None waits
+for what it has stored, and none for another block, but for two things:
 
 The gradient needs the denominator. The first blocks count a slice of the targets each, before anything else: behind the
 copies of all blocks that start with them the targets would come last.
@@ -15,6 +15,8 @@ They leave all words at 0.
 """
 
 from __future__ import annotations
+
+import abc
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
@@ -93,14 +95,13 @@ def grid(schedule: Schedule, resident_blocks: int, scalar: bool, rows: int) -> t
     return (rows + parts) * schedule.cluster, min(rows, MOST_COUNTED, half), plain_workspace_words(rows)
 
 
-class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
+class CrossEntropyPlain(MeetingRows, CrossEntropyTotal, abc.ABC):
     """Loss of every row; with ``scalar`` their sum, and with ``gradient`` the finished gradient: logits read once.
 
     A row has two warps or more, whose exchange is what shows them the notes.
 
     Compile-time facts as in ``CrossEntropyForward``, of which this is the case without weights, smoothing, softcap,
-    statistics and shards. How a row is read the subclasses say: ``ask_for_row`` begins it as soon as the row's target
-    has been asked for, and ``sum_row`` waits for it.
+    statistics and shards. Where a row is the subclasses say.
     """
 
     smoothing = weighted = stats = shard = gradient = False
@@ -237,14 +238,14 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
         if cutlass.const_expr(self.cluster > 1):
             # A block must not send to one that has not started.
             cluster_wait()
-        highest, total = self.sum_row(facts, it, asked, s_row, g_vectors, phase, vectors, target)
+        highest, total = self.sum_row(facts, it, asked, g_vectors, phase, vectors, target)
         if cutlass.const_expr(self.gradient):
             # Before the exchange: after it all have the note, and none looks for the count any more.
             self.note_factor(facts, it, word)
         highest, total, _, _ = self.reduce_row(
             facts.s_scratch, Int32(0), facts.thread, facts.rank, facts.power, highest, total
         )
-        x_y = self.late_target(facts, s_row, phase, y, has_target, x_y)
+        x_y = self.late_target(facts, asked, phase, y, has_target, x_y)
         loss, _, lse, pull = self.row_loss(
             facts, Int64(y), y, x_y, Float32(1.0), highest, total, Float32(0.0), Float32(0.0)
         )
@@ -256,9 +257,17 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
             if target != it.ignore_index:
                 scale = load_element(Float32, facts.s_scratch + self.notes + NOTE_FACTOR, "shared")
                 pull = divide(pull * scale, total)
-                self.write_row(facts, s_row, g_out, phase, vectors, y, has_target, x_y, highest, pull, scale)
+                self.write_row(facts, asked, g_out, phase, vectors, y, has_target, x_y, highest, pull, scale)
             else:
                 self.write_zeros(g_out, phase, vectors, facts.first, facts.chunks, facts.cols)
+
+    @abc.abstractmethod
+    def ask_for_row(self, facts, it, s_row, g_vectors, phase, vectors, target):
+        """Begin to read a row, whose target has been asked for; what the others know as ``asked``: where it will be."""
+
+    @abc.abstractmethod
+    def sum_row(self, facts, it, asked, g_vectors, phase, vectors, target):
+        """This thread's part of the row's maximum and sum, once the row is there."""
 
     @cute.jit
     def has_target(self, facts, phase, y):
@@ -273,12 +282,15 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
         """The logit of column y, for the thread that has it, asked for with the row."""
         x_y = Float32(0.0)
         if has_target != 0:
-            x_y = load_element(self.dtype, g_vectors + Int64(phase + y) * self.element_bytes)
+            x_y = self.load_column(g_vectors, phase, y)
         return x_y
 
-    def late_target(self, facts, s_row, phase, y, has_target, x_y):
+    def late_target(self, facts, asked, phase, y, has_target, x_y):
         """The same once the row is there."""
         return x_y
+
+    def write_row(self, facts, asked, g_out, phase, vectors, y, has_target, x_y, highest, pull, scale):
+        """Write the gradient of a row, in a form that has one."""
 
     @cute.jit
     def tell(self, it, row, live, loss, lse):
@@ -423,12 +435,46 @@ class CrossEntropyPlain(MeetingRows, CrossEntropyTotal):
             store_relaxed_64(self.count_word(it), Int64(0))
 
 
-class CrossEntropyHeld(CrossEntropyPlain):
-    """Rows are copied to shared memory; ``eviction``: the L2's policy for them."""
+class CrossEntropyWhole(CrossEntropyPlain):
+    """Rows that are all there from their sum to their end, so that their gradient can be written."""
 
-    def __init__(self, *facts, gradient: bool, eviction: Eviction | None, **more):
+    def __init__(self, *facts, gradient: bool, **more):
         super().__init__(*facts, **more)
         self.gradient = gradient
+
+    @cute.jit
+    def write_row(self, facts, asked, g_out, phase, vectors, y, has_target, x_y, highest, pull, scale):
+        """Write pull * 2**((t - highest) * power) - scale * [c = y].
+
+        Who has stored the target's element stores it once more: two stores of one thread keep their order.
+        """
+        if cutlass.const_expr(self.ragged):
+            wanted, at, offset = self.end_of_row(facts.first, phase, vectors, facts.cols)
+            if wanted:
+                x = self.element_at_end(asked, offset)
+                self.store_end(g_out, at, self.gradient_values(facts, [x], at - phase, highest, pull, scale)[0])
+                if at - phase == y:
+                    self.target_gradient(facts, y, x, Float32(1.0), g_out, phase, highest, pull, scale)
+            if not self.whole(quotient(phase + y, self.width), phase, vectors, facts.cols):
+                has_target = Int32(0)
+        self.write_vectors(facts, asked, g_out, phase, vectors, highest, pull, scale)
+        if has_target != 0:
+            self.target_gradient(facts, y, x_y, Float32(1.0), g_out, phase, highest, pull, scale)
+
+    @abc.abstractmethod
+    def element_at_end(self, asked, offset):
+        """This lane's element at the row's ends."""
+
+    @abc.abstractmethod
+    def write_vectors(self, facts, asked, g_out, phase, vectors, highest, pull, scale):
+        """Write the vectors that are all of the row, without the target's own term."""
+
+
+class CrossEntropyHeld(CrossEntropyWhole):
+    """Rows are copied to shared memory; ``eviction``: the L2's policy for them."""
+
+    def __init__(self, *facts, eviction: Eviction | None, **more):
+        super().__init__(*facts, **more)
         self.eviction = eviction
 
     @cute.jit
@@ -444,55 +490,43 @@ class CrossEntropyHeld(CrossEntropyPlain):
             self.start_between(s_row, g_vectors, facts.first, early, facts.chunks, low, high, policy)
         self.copy_ends(s_row, g_vectors, facts.first, phase, vectors, low, high, facts.cols)
         commit()
+        return s_row
 
     @cute.jit
-    def sum_row(self, facts, it, asked, s_row, g_vectors, phase, vectors, target):
-        """This thread's part of the row's sums."""
+    def sum_row(self, facts, it, asked, g_vectors, phase, vectors, target):
         wait(0)
         slots = facts.chunks * self.unroll
-        self.mask_ends([s_row], facts.first, phase, vectors, slots, facts.cols, Float32(float("-inf")))
+        self.mask_ends([asked], facts.first, phase, vectors, slots, facts.cols, Float32(float("-inf")))
         highest = Float32(LOWEST)
         total = Float32(0.0)
         for chunk in cutlass.range(facts.chunks, unroll=1):
-            highest, total = self.absorb_words(self.staged_words(s_row, chunk), facts.power, highest, total)
+            highest, total = self.absorb_words(self.staged_words(asked, chunk), facts.power, highest, total)
         return highest, total
 
     def early_target(self, g_vectors, phase, y, has_target):
         return Float32(0.0)
 
     @cute.jit
-    def late_target(self, facts, s_row, phase, y, has_target, x_y):
+    def late_target(self, facts, asked, phase, y, has_target, x_y):
         if has_target != 0:
             vector, element = quotient(phase + y, self.width), remainder(phase + y, self.width)
-            s_vector = self.slot(s_row, quotient(vector - facts.first, self.step))
+            s_vector = self.slot(asked, quotient(vector - facts.first, self.step))
             x_y = load_element(self.dtype, s_vector + element * self.element_bytes, "shared")
         return x_y
 
-    @cute.jit
-    def write_row(self, facts, s_row, g_out, phase, vectors, y, has_target, x_y, highest, pull, scale):
-        """Write the gradient: pull * 2**((t - highest) * power) - scale * [c = y].
+    def element_at_end(self, asked, offset):
+        return load_element(self.dtype, asked + offset, "shared")
 
-        Who has stored the target's element stores it once more: two stores of one thread keep their order.
-        """
-        if cutlass.const_expr(self.ragged):
-            wanted, at, offset = self.end_of_row(facts.first, phase, vectors, facts.cols)
-            if wanted:
-                x = load_element(self.dtype, s_row + offset, "shared")
-                self.store_end(g_out, at, self.gradient_values(facts, [x], at - phase, highest, pull, scale)[0])
-                if at - phase == y:
-                    self.target_gradient(facts, y, x, Float32(1.0), g_out, phase, highest, pull, scale)
-            if not self.whole(quotient(phase + y, self.width), phase, vectors, facts.cols):
-                has_target = Int32(0)
+    @cute.jit
+    def write_vectors(self, facts, asked, g_out, phase, vectors, highest, pull, scale):
         for chunk in cutlass.range(facts.chunks, unroll=1):
             for u in cutlass.range_constexpr(self.unroll):
                 index = chunk * self.unroll + u
                 vector = self.vector(facts.first, index)
-                raw = unpack(self.dtype, load_shared(self.slot(s_row, index)))
+                raw = unpack(self.dtype, load_shared(self.slot(asked, index)))
                 values = self.gradient_values(facts, raw, vector * self.width - phase, highest, pull, scale)
                 whole = self.whole(vector, phase, vectors, facts.cols)
                 store_global(g_out + Int64(vector) * VECTOR_BYTES, pack(self.dtype, values), whole)
-        if has_target != 0:
-            self.target_gradient(facts, y, x_y, Float32(1.0), g_out, phase, highest, pull, scale)
 
 
 class CrossEntropyStreamed(CrossEntropyPlain):
@@ -502,7 +536,7 @@ class CrossEntropyStreamed(CrossEntropyPlain):
         return self.chunk_words(facts, g_vectors, phase, vectors, Int32(0))
 
     @cute.jit
-    def sum_row(self, facts, it, asked, s_row, g_vectors, phase, vectors, target):
+    def sum_row(self, facts, it, asked, g_vectors, phase, vectors, target):
         highest = Float32(LOWEST)
         total = Float32(0.0)
         words = asked
@@ -525,12 +559,23 @@ class CrossEntropyStreamed(CrossEntropyPlain):
         return self.load_words(g_vectors, facts.first, chunk, phase, vectors, facts.cols, self.lowest())
 
 
-class CrossEntropyInRegisters(CrossEntropyPlain, RowsInRegisters):
-    """The loss alone of rows that are in registers, ignored or not."""
+class CrossEntropyInRegisters(CrossEntropyWhole, RowsInRegisters):
+    """Rows are in registers, ignored or not."""
 
     def ask_for_row(self, facts, it, s_row, g_vectors, phase, vectors, target):
         row = g_vectors, facts.first, phase, vectors, facts.cols
         return self.ask_for_words(*row, self.lowest()), self.ask_for_end(*row, Float32(float("-inf")))
 
-    def sum_row(self, facts, it, asked, s_row, g_vectors, phase, vectors, target):
+    def sum_row(self, facts, it, asked, g_vectors, phase, vectors, target):
         return self.sum_registers(*asked, facts.power)
+
+    def element_at_end(self, asked, offset):
+        _, end = asked
+        return end
+
+    def write_vectors(self, facts, asked, g_out, phase, vectors, highest, pull, scale):
+        words, _ = asked
+        for u in range(self.unroll):
+            col = self.vector(facts.first, u) * self.width - phase
+            values = self.gradient_values(facts, self.vector_values(words, u), col, highest, pull, scale)
+            self.store_vector(g_out, facts.first, u, phase, vectors, facts.cols, pack(self.dtype, values))

@@ -16,13 +16,11 @@ from ._device import (
     divide,
     exp2,
     fma,
-    load_element,
     load_float_below,
     log2,
     moderate,
     ptx,
     select_below,
-    store_element,
     tanh,
 )
 
@@ -163,7 +161,7 @@ class CrossEntropyRows(StagedRows):
         slope = self.slope(facts, x_y)
         if slope is not None:
             value = value * slope
-        store_element(self.dtype, g_out + (Int64(out_phase) + Int64(y)) * self.element_bytes, value)
+        self.store_column(g_out, out_phase, y, value)
 
     def load_target(self, g_target, row, wanted, otherwise):
         """The target of a row, or ``otherwise`` where the row is not wanted."""
@@ -190,7 +188,7 @@ class CrossEntropyRows(StagedRows):
     def target_logit(self, g_vectors, phase, y, cols):
         """The raw logit of column y, or column 0's where y is no column."""
         inside = ptx("{ .reg .pred p; setp.lt.u32 p, {$r0}, {$r1}; selp.b32 {$w0}, {$r0}, 0, p; }", [Int32], [y, cols])
-        return load_element(self.dtype, g_vectors + (Int64(phase) + Int64(inside)) * self.element_bytes)
+        return self.load_column(g_vectors, phase, inside)
 
     def target_weight(self, g_weight, y, cols):
         if not self.weighted:

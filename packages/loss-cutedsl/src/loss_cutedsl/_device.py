@@ -854,7 +854,7 @@ class StagedRows:
     def absorb_words(self, words, power, highest, total):
         """The same of the elements of words."""
         raised = self.highest_of(words, highest)
-        fresh = self.sum_vectors(words, lambda values: [exp2((value - raised) * power) for value in values])
+        fresh = self.sum_vectors(lambda values: [exp2((value - raised) * power) for value in values], words)
         return raised, fma(total, exp2((highest - raised) * power), fresh)
 
     def highest_of(self, words, highest):
@@ -880,16 +880,16 @@ class StagedRows:
 
     def total_of(self, words, factor, bias):
         """The sum of 2**(t * factor + bias) over the elements of words."""
-        return self.sum_vectors(words, lambda values: [exp2(fma(value, factor, bias)) for value in values])
+        return self.sum_vectors(lambda values: [exp2(fma(value, factor, bias)) for value in values], words)
 
-    def sum_vectors(self, words, terms):
-        """The sum of the terms of all elements of words.
+    def sum_vectors(self, terms, *words):
+        """The sum of the terms that ``terms`` makes of the elements of a vector, over the vectors of words.
 
         A vector's are summed before the next one's are formed: all at a time would take more registers, one by one
         would leave the arithmetic of a warp nothing to overlap with.
         """
-        count = len(words) * 4 // VECTOR_BYTES
-        return tree([tree(terms(self.vector_values(words, u)), add) for u in range(count)], add)
+        count = len(words[0]) * 4 // VECTOR_BYTES
+        return tree([tree(terms(*(self.vector_values(of, u) for of in words)), add) for u in range(count)], add)
 
     def staged_words(self, s_row, chunk):
         """The words of one chunk in this thread's slots."""

@@ -15,6 +15,7 @@ Prefixes: ``g_`` global address (Int64), ``s_`` shared-memory address (Int32). S
 
 from __future__ import annotations
 
+import abc
 from typing import NamedTuple
 
 import cutlass
@@ -28,7 +29,6 @@ from ._device import (
     LN2,
     LOG2E,
     LOWEST,
-    add,
     argument_of,
     cluster_wait,
     commit,
@@ -39,7 +39,6 @@ from ._device import (
     log2,
     pack,
     store_global,
-    tree,
     wait,
     warp_barrier,
 )
@@ -51,8 +50,39 @@ from ._schedule import BESIDE_A_RESULT, VECTOR_BYTES, Schedule, most_vectors
 ENTRY_WORDS = 2
 
 
-class ForwardMath:
-    """What a row's maximum and sum make of its elements, wherever these are."""
+class Forward(MeetingRows, abc.ABC):
+    """y = softmax(x) or log_softmax(x) over rows: the launch, and what a row's maximum and sum make of its elements."""
+
+    log: bool
+
+    @cute.jit
+    def __call__(
+        self,
+        g_input: Int64,  # (R, V)
+        input_stride: Int64,
+        g_output: Int64,  # (R, V)
+        output_stride: Int64,
+        rows: Int32,
+        cols: Int32,
+        chunks: Int32,
+        grid: Int32,
+        shared_bytes: Int32,
+        stream,
+    ):
+        self.softmax_forward_kernel(g_input, input_stride, g_output, output_stride, rows, cols, chunks).launch(
+            grid=[grid, 1, 1],
+            block=[self.threads, 1, 1],
+            cluster=[self.cluster, 1, 1] if self.cluster > 1 else None,
+            smem=shared_bytes,
+            stream=stream,
+            min_blocks_per_mp=self.schedule.blocks,
+            # Shared memory is where rows are; and stating it spares the compiler the question to a device.
+            preferred_smem_carveout=100,
+        )
+
+    @abc.abstractmethod
+    def softmax_forward_kernel(self, *arguments):
+        """As the launch calls it; ``chunks`` is 1 of rows in registers."""
 
     def outside(self):
         """A word that adds nothing to the sum."""
@@ -84,8 +114,43 @@ class ForwardMath:
             self.store_column(g_out, out_phase, col, self.results([x], factor, bias, scale)[0])
 
 
-class BackwardMath:
-    """What is summed over a row, and what the sum makes of its elements."""
+class Backward(MeetingRows, abc.ABC):
+    """dx from dy and y, of softmax or log_softmax, over rows: the launch, and what a sum makes of a row."""
+
+    log: bool
+
+    @cute.jit
+    def __call__(
+        self,
+        g_upstream: Int64,  # dy (R, V)
+        upstream_stride: Int64,
+        g_output: Int64,  # y (R, V)
+        output_stride: Int64,
+        g_grad: Int64,  # dx (R, V)
+        grad_stride: Int64,
+        rows: Int32,
+        cols: Int32,
+        chunks: Int32,
+        grid: Int32,
+        shared_bytes: Int32,
+        stream,
+    ):
+        self.softmax_backward_kernel(
+            g_upstream, upstream_stride, g_output, output_stride, g_grad, grad_stride, rows, cols, chunks
+        ).launch(
+            grid=[grid, 1, 1],
+            block=[self.threads, 1, 1],
+            cluster=[self.cluster, 1, 1] if self.cluster > 1 else None,
+            smem=shared_bytes,
+            stream=stream,
+            min_blocks_per_mp=self.schedule.blocks,
+            # Shared memory is where rows are; and stating it spares the compiler the question to a device.
+            preferred_smem_carveout=100,
+        )
+
+    @abc.abstractmethod
+    def softmax_backward_kernel(self, *arguments):
+        """As the launch calls it; ``chunks`` is 1 of rows in registers."""
 
     def outside(self):
         """A word that adds nothing to the sum."""
@@ -93,12 +158,7 @@ class BackwardMath:
 
     def dot_of_words(self, y_words, dy_words):
         """What words add to the sum."""
-        count = len(y_words) * 4 // VECTOR_BYTES
-        sums = []
-        for u in range(count):
-            pairs = zip(self.vector_values(y_words, u), self.vector_values(dy_words, u))
-            sums.append(tree([self.term(y, dy) for y, dy in pairs], add))
-        return tree(sums, add)
+        return self.sum_vectors(lambda y, dy: [self.term(*pair) for pair in zip(y, dy)], y_words, dy_words)
 
     def term(self, y, dy):
         """What an element adds to the sum."""
@@ -163,33 +223,8 @@ class SoftmaxRows(MeetingRows):
             warp_barrier()
 
 
-class SoftmaxForward(ForwardMath, SoftmaxRows):
-    """y = softmax(x) or log_softmax(x) over rows."""
-
-    @cute.jit
-    def __call__(
-        self,
-        g_input: Int64,  # (R, V)
-        input_stride: Int64,
-        g_output: Int64,  # (R, V)
-        output_stride: Int64,
-        rows: Int32,
-        cols: Int32,
-        chunks: Int32,
-        grid: Int32,
-        shared_bytes: Int32,
-        stream,
-    ):
-        self.softmax_forward_kernel(g_input, input_stride, g_output, output_stride, rows, cols, chunks).launch(
-            grid=[grid, 1, 1],
-            block=[self.threads, 1, 1],
-            cluster=[self.cluster, 1, 1] if self.cluster > 1 else None,
-            smem=shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=self.schedule.blocks,
-            # Shared memory is where the rows are; and stating it spares the compiler the question to a device.
-            preferred_smem_carveout=100,
-        )
+class SoftmaxForward(Forward, SoftmaxRows):
+    """Rows in shared memory, or read twice."""
 
     @cute.kernel
     def softmax_forward_kernel(
@@ -296,39 +331,23 @@ class SoftmaxForward(ForwardMath, SoftmaxRows):
         self.leave_ends()
 
 
-class SoftmaxForwardInRegisters(ForwardMath, RowsInRegisters):
-    """As ``SoftmaxForward``; a warp or a block has one row, all of it in registers, and ends with it."""
+class SoftmaxForwardInRegisters(Forward, RowsInRegisters):
+    """A warp or a block has one row, all of it in registers, and ends with it."""
 
     def __init__(self, dtype, schedule: Schedule, ragged: bool, *, log: bool, full: int):
         super().__init__(dtype, schedule, ragged, ENTRY_WORDS, full=full, eviction=BESIDE_A_RESULT)
         self.log = log
 
-    @cute.jit
-    def __call__(
+    @cute.kernel
+    def softmax_forward_kernel(
         self,
-        g_input: Int64,  # (R, V)
+        g_input: Int64,
         input_stride: Int64,
-        g_output: Int64,  # (R, V)
+        g_output: Int64,
         output_stride: Int64,
         rows: Int32,
         cols: Int32,
         chunks: Int32,
-        grid: Int32,
-        shared_bytes: Int32,
-        stream,
-    ):
-        self.softmax_forward_in_registers_kernel(g_input, input_stride, g_output, output_stride, rows, cols).launch(
-            grid=[grid, 1, 1],
-            block=[self.threads, 1, 1],
-            smem=shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=self.schedule.blocks,
-            preferred_smem_carveout=100,
-        )
-
-    @cute.kernel
-    def softmax_forward_in_registers_kernel(
-        self, g_input: Int64, input_stride: Int64, g_output: Int64, output_stride: Int64, rows: Int32, cols: Int32
     ):
         """A group of threads (a warp or a block) has the row of its number."""
         first, _, _, row, _ = self.place()
@@ -361,37 +380,8 @@ class SoftmaxForwardInRegisters(ForwardMath, RowsInRegisters):
             self.write_elements(g_vectors, phase, g_out, out_phase, first, cols, factor, bias, scale)
 
 
-class SoftmaxBackward(BackwardMath, SoftmaxRows):
-    """dx from dy and y, of softmax or log_softmax, over rows. A stage holds a row of y and one of dy."""
-
-    @cute.jit
-    def __call__(
-        self,
-        g_upstream: Int64,  # dy (R, V)
-        upstream_stride: Int64,
-        g_output: Int64,  # y (R, V)
-        output_stride: Int64,
-        g_grad: Int64,  # dx (R, V)
-        grad_stride: Int64,
-        rows: Int32,
-        cols: Int32,
-        chunks: Int32,
-        grid: Int32,
-        shared_bytes: Int32,
-        stream,
-    ):
-        self.softmax_backward_kernel(
-            g_upstream, upstream_stride, g_output, output_stride, g_grad, grad_stride, rows, cols, chunks
-        ).launch(
-            grid=[grid, 1, 1],
-            block=[self.threads, 1, 1],
-            cluster=[self.cluster, 1, 1] if self.cluster > 1 else None,
-            smem=shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=self.schedule.blocks,
-            # Shared memory is where the rows are; and stating it spares the compiler the question to a device.
-            preferred_smem_carveout=100,
-        )
+class SoftmaxBackward(Backward, SoftmaxRows):
+    """Rows in shared memory, where a stage holds a row of y and one of dy, or read twice."""
 
     @cute.kernel
     def softmax_backward_kernel(
@@ -523,42 +513,15 @@ class SoftmaxBackward(BackwardMath, SoftmaxRows):
         self.leave_ends()
 
 
-class SoftmaxBackwardInRegisters(BackwardMath, RowsInRegisters):
-    """As ``SoftmaxBackward``; a warp or a block has one row, all of it in registers, and ends with it."""
+class SoftmaxBackwardInRegisters(Backward, RowsInRegisters):
+    """A warp or a block has one row, all of it in registers, and ends with it."""
 
     def __init__(self, dtype, schedule: Schedule, ragged: bool, *, log: bool, full: int):
         super().__init__(dtype, schedule, ragged, ENTRY_WORDS, full=full, eviction=BESIDE_A_RESULT)
         self.log = log
 
-    @cute.jit
-    def __call__(
-        self,
-        g_upstream: Int64,  # dy (R, V)
-        upstream_stride: Int64,
-        g_output: Int64,  # y (R, V)
-        output_stride: Int64,
-        g_grad: Int64,  # dx (R, V)
-        grad_stride: Int64,
-        rows: Int32,
-        cols: Int32,
-        chunks: Int32,
-        grid: Int32,
-        shared_bytes: Int32,
-        stream,
-    ):
-        self.softmax_backward_in_registers_kernel(
-            g_upstream, upstream_stride, g_output, output_stride, g_grad, grad_stride, rows, cols
-        ).launch(
-            grid=[grid, 1, 1],
-            block=[self.threads, 1, 1],
-            smem=shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=self.schedule.blocks,
-            preferred_smem_carveout=100,
-        )
-
     @cute.kernel
-    def softmax_backward_in_registers_kernel(
+    def softmax_backward_kernel(
         self,
         g_upstream: Int64,
         upstream_stride: Int64,
@@ -568,6 +531,7 @@ class SoftmaxBackwardInRegisters(BackwardMath, RowsInRegisters):
         grad_stride: Int64,
         rows: Int32,
         cols: Int32,
+        chunks: Int32,
     ):
         """A group of threads (a warp or a block) has the row of its number."""
         first, _, _, row, _ = self.place()
