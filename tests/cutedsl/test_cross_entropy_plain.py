@@ -253,8 +253,12 @@ def test_rows_that_stream(monkeypatch, dtype, cols, offset, gap, schedule):
     check(monkeypatch, case)
 
 
-# Of one vector a thread and less, and of ends in vectors behind those of the threads: 257 and 1019.
-@schedules(TWO, FOUR._replace(cluster=1))
+# Of one vector a thread and less, and of ends in vectors behind those of the threads: 257 and 1019. One warp has no
+# exchange, which the gradient needs.
+@pytest.mark.parametrize(
+    ("schedule", "gradient"), [(TWO, False), (TWO, True), (FOUR._replace(cluster=1), False)],
+    ids=["loss", "gradient", "loss of a warp"],
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("dtype", "cols", "offset", "gap"),
     [
@@ -263,9 +267,9 @@ def test_rows_that_stream(monkeypatch, dtype, cols, offset, gap, schedule):
         (BFloat16, 3, 1, 0),
     ],
 )  # fmt: skip
-def test_rows_in_registers(monkeypatch, dtype, cols, offset, gap, schedule):
+def test_rows_in_registers(monkeypatch, dtype, cols, offset, gap, schedule, gradient):
     case = Case(
-        schedule, 5, cols, False, dtype=dtype, offset=offset, gap=gap, held=False, at_once=True,
+        schedule, 5, cols, gradient, dtype=dtype, offset=offset, gap=gap, grad_gap=gap, held=False, at_once=True,
         masked=dtype is Float32, beyond=cols > 1000,
     )  # fmt: skip
     check(monkeypatch, case)
@@ -384,8 +388,10 @@ def test_rows_far_from_zero(monkeypatch, gradient, schedule):
     check(monkeypatch, Far(schedule, 11, 140, gradient, reduction, ignored="none", scale=0.5), seeds=1)
 
 
-def test_rows_in_registers_far_from_zero(monkeypatch):
-    case = Far(TWO, 11, 140, False, "none", ignored="none", scale=0.5, held=False, at_once=True)
+@gradients
+def test_rows_in_registers_far_from_zero(monkeypatch, gradient):
+    reduction = "sum" if gradient else "none"
+    case = Far(TWO, 11, 140, gradient, reduction, ignored="none", scale=0.5, held=False, at_once=True)
     check(monkeypatch, case, seeds=1)
 
 
