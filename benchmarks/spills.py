@@ -62,19 +62,16 @@ def schedules() -> Iterator[tuple[str, Callable[[], object]]]:
                     f"{name} {case.most} vectors, ragged {case.ragged}",
                     partial(make, machine, dtype, size, case.schedule, case.ragged, backward, log, *more),
                 )
-        for gradient, table in ((True, _schedule.PLAIN), (False, _schedule.LOSS_ALONE)):
-            for entry in table:
-                for ragged in (False, True):
-                    vectors = min(entry.most, WIDEST)
-                    form = _schedule.plain(machine, vectors, ragged, gradient)
-                    cols = columns(vectors, width, ragged)
-                    yield (
-                        f"cross_entropy gradient {gradient} {dtype} {vectors} vectors, ragged {ragged}, {form}",
-                        partial(
-                            cross_entropy.make_plain_plan, machine, dtype, cols, form, ragged, torch.int64, gradient,
-                            None, CrossEntropyOptions(),
-                        ),
-                    )  # fmt: skip
+        for (gradient, ragged), table in _schedule.PLAIN.items():
+            for most, form in table:
+                vectors = min(most, WIDEST)
+                yield (
+                    f"cross_entropy gradient {gradient} {dtype} {vectors} vectors, ragged {ragged}, {form}",
+                    partial(
+                        cross_entropy.make_plain_plan, machine, dtype, columns(vectors, width, ragged), form, ragged,
+                        torch.int64, gradient, None, CrossEntropyOptions(),
+                    ),
+                )  # fmt: skip
 
 
 def usage(folder: Path, tool: str) -> list[tuple[int, int]]:

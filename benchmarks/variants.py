@@ -8,7 +8,7 @@ A line of the list is a cell of ``sweep`` and its variants. ``now`` is what the 
 Of triton WARPS,CHUNKS,REGISTERS: rows held, by as many programs as that makes; for 0 as many registers as the compiler
 takes. ``loop``: rows held by none.
 Of cutedsl THREADS,CLUSTER,VECTORS,BLOCKS: rows that a block or a cluster each holds; with an ``s`` before, streamed, or
-for 0 VECTORS all of a row in registers (the loss alone, and softmax). THREADS/32: a row a warp (softmax).
+for 0 VECTORS all of a row in registers. THREADS/32: a row a warp (softmax).
 
 Shown is of each round the share of the limit that the memory sets, as in ``sweep``. With --compile a share of the
 variants is only compiled, and what each makes of a few rows is compared with float64; kernels are found again through

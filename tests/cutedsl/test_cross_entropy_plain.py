@@ -71,6 +71,7 @@ class Case(NamedTuple):
     parts: int = 1
     held: bool = True
     at_once: bool = False  # rows that are all in registers
+    missing: int | None = None  # column from which rows that are ignored have no memory
     target_bits: int = 64
     z_loss: float = 0.0
     scale: float = 1.0
@@ -112,11 +113,17 @@ def launch(monkeypatch, case, seed, resident, workspace, held_class=Held):
         kernel_class, facts = held_class, {"gradient": case.gradient, "eviction": eviction}
     elif case.at_once:
         schedule, full = _schedule.in_registers(schedule, case.cols * size)
-        kernel_class, facts = InRegisters, {"gradient": case.gradient, "full": full, "eviction": eviction}
+        early = _schedule.asked_early(schedule, case.gradient)
+        facts = {"gradient": case.gradient, "full": full, "early": early, "eviction": eviction}
+        kernel_class = InRegisters
     memory = Memory()
 
     arguments = dict.fromkeys(("g_grad",), 0) | denominator_arguments(memory, case)
     arguments["g_logits"] = memory.matrix(LOGITS, size, case.logits(), stride, case.offset, case.in_place)
+    for row, target in enumerate(case.targets()):
+        for col in range(case.cols if case.missing is None else case.missing, case.cols):
+            if target == IGNORED:
+                del memory.cells[arguments["g_logits"] + (row * stride + col) * size]
     if case.gradient:
         empty = np.full((case.rows, case.cols), NAN, float32)
         arguments["g_grad"] = (
@@ -281,6 +288,11 @@ def test_rows_in_registers(monkeypatch, dtype, cols, offset, gap, schedule, grad
 )
 def test_ignored_rows(monkeypatch, schedule, gradient, ignored):
     check(monkeypatch, Case(schedule, 5, 40, gradient, dtype=BFloat16, ignored=ignored))
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_of_an_ignored_row_a_quarter_is_read(monkeypatch, held):
+    check(monkeypatch, Case(TWO, 5, 1024, held=held, at_once=not held, missing=256), seeds=1)
 
 
 @pytest.mark.parametrize("reduction", KINDS)

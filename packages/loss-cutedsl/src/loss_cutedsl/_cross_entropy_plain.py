@@ -56,7 +56,7 @@ from ._device import (
 )
 from ._meeting_rows import MeetingRows
 from ._registers import RowsInRegisters
-from ._schedule import PLAIN_ENTRY_WORDS, VECTOR_BYTES, Eviction, Schedule
+from ._schedule import EARLY_PART, PLAIN_ENTRY_WORDS, VECTOR_BYTES, Eviction, Schedule
 from ._workspace import (
     MOST_PARTS,
     WORKSPACE_COUNT,
@@ -64,9 +64,6 @@ from ._workspace import (
     WORKSPACE_PARTS,
     plain_workspace_words,
 )
-
-# Of a row's chunks one in so many is asked for before it is known whether the row is ignored.
-EARLY_CHUNKS = 4
 
 # Slices of the targets, at most: few enough for their blocks to run at a time, and for each to need but one step.
 MOST_COUNTED = 32
@@ -483,7 +480,7 @@ class CrossEntropyHeld(CrossEntropyWhole):
         low, high = self.inside(g_vectors, vectors, it.g_logits, it.g_end)
         policy = self.policy()
         self.fill_tails(s_row, facts.chunks, facts.cols, facts.first, self.lowest())
-        early = larger(facts.chunks // EARLY_CHUNKS, Int32(1))
+        early = larger(facts.chunks // EARLY_PART, Int32(1))
         self.start_between(s_row, g_vectors, facts.first, Int32(0), early, low, high, policy)
         # To wait for the target before that would leave the memory idle meanwhile.
         if target != it.ignore_index:
@@ -560,11 +557,22 @@ class CrossEntropyStreamed(CrossEntropyPlain):
 
 
 class CrossEntropyInRegisters(CrossEntropyWhole, RowsInRegisters):
-    """Rows are in registers, ignored or not."""
+    """Rows are in registers; ``early``: how many of a thread's vectors are asked for before the target is known."""
 
+    def __init__(self, *facts, early: int, **more):
+        super().__init__(*facts, **more)
+        self.early = early
+
+    @cute.jit
     def ask_for_row(self, facts, it, s_row, g_vectors, phase, vectors, target):
         row = g_vectors, facts.first, phase, vectors, facts.cols
-        return self.ask_for_words(*row, self.lowest()), self.ask_for_end(*row, Float32(float("-inf")))
+        words = self.ask_between(0, self.early, *row, self.lowest())
+        if cutlass.const_expr(self.early < self.unroll):
+            late = [self.lowest()] * (len(words) // self.early * (self.unroll - self.early))
+            if target != it.ignore_index:
+                late = self.ask_between(self.early, self.unroll, *row, self.lowest())
+            words = words + late
+        return words, self.ask_for_end(*row, Float32(float("-inf")))
 
     def sum_row(self, facts, it, asked, g_vectors, phase, vectors, target):
         return self.sum_registers(*asked, facts.power)

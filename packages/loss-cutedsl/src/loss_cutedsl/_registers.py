@@ -46,10 +46,17 @@ class RowsInRegisters(MeetingRows):
     @cute.jit
     def ask_for_words(self, g_vectors, first, phase, vectors, cols, outside: Uint32):
         """This thread's words of a row, ``outside`` where a vector is not (all of) the row's."""
+        return self.ask_between(0, self.unroll, g_vectors, first, phase, vectors, cols, outside)
+
+    @cute.jit
+    def ask_between(
+        self, begin: cutlass.Constexpr, end: cutlass.Constexpr, g_vectors, first, phase, vectors, cols, outside: Uint32
+    ):
+        """Those of this thread's vectors from number ``begin`` up to ``end``."""
         policy = self.policy()
         g_first = g_vectors + Int64(first) * VECTOR_BYTES
         words = []
-        for u in cutlass.range_constexpr(self.unroll):
+        for u in cutlass.range_constexpr(begin, end):
             g_vector = g_first + u * self.step * VECTOR_BYTES
             if cutlass.const_expr(self.surely_whole(u)):
                 words = words + load_global(g_vector, None, policy)

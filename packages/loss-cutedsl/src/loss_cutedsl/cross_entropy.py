@@ -327,7 +327,8 @@ def _plain_kernel(machine, row_bytes, form, gradient, scalar):
     if form.held:
         return CrossEntropyHeld, form.schedule, {"gradient": gradient, "eviction": eviction}
     schedule, full = _schedule.in_registers(form.schedule, row_bytes)
-    return CrossEntropyInRegisters, schedule, {"gradient": gradient, "full": full, "eviction": eviction}
+    early = _schedule.asked_early(schedule, gradient)
+    return CrossEntropyInRegisters, schedule, {"gradient": gradient, "full": full, "early": early, "eviction": eviction}
 
 
 def _denominator_kind(reduction, weighted, byte_dtype):
