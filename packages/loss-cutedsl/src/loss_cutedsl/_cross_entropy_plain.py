@@ -568,7 +568,7 @@ class CrossEntropyInRegisters(CrossEntropyWhole, RowsInRegisters):
         row = g_vectors, facts.first, phase, vectors, facts.cols
         words = self.ask_between(0, self.early, *row, self.lowest())
         if cutlass.const_expr(self.early < self.unroll):
-            late = [self.lowest()] * (len(words) // self.early * (self.unroll - self.early))
+            late = [self.lowest()] * ((self.unroll - self.early) * VECTOR_BYTES // 4)
             if target != it.ignore_index:
                 late = self.ask_between(self.early, self.unroll, *row, self.lowest())
             words = words + late
