@@ -23,7 +23,10 @@ for share in 1/8 3/8 5/8 7/8; do
 done
 check "memcheck of Triton" memcheck tests/test_softmax.py tests/test_cross_entropy.py --backend triton --share 1/60 &
 check "racecheck of Triton" racecheck tests/test_softmax.py tests/test_cross_entropy.py --backend triton --share 2/60 &
-check "memcheck of CuTe's schedules" memcheck tests/cutedsl/test_widths.py --share 1/8 &
+for share in 1/8 5/8; do
+  check "memcheck of CuTe's schedules, ${share/\// of }" memcheck tests/cutedsl/test_widths.py --share $share &
+done
+check "racecheck of CuTe's schedules" racecheck tests/cutedsl/test_widths.py --share 3/8 &
 check "memcheck of CuTe" memcheck tests/test_softmax.py tests/test_cross_entropy.py --backend cutedsl --share 1/60 &
 check "racecheck of CuTe" racecheck tests/test_softmax.py tests/test_cross_entropy.py --backend cutedsl --share 2/60 &
 check "synccheck of CuTe" synccheck tests/test_softmax.py tests/test_cross_entropy.py --backend cutedsl --share 3/60 &
