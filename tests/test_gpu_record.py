@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 from support.record import GpuRecord, kernel_digest
 
-RECORD = Path(__file__).with_name("gpu-record.json")
 
-
-def test_the_record_is_of_these_kernels():
-    if not RECORD.exists():
-        pytest.skip("tests/gpu-record.json does not exist: the kernels have not been tested on a GPU")
-    record = json.loads(RECORD.read_text())
+@pytest.mark.parametrize(
+    ("name", "backends"), [("gpu-record", ("triton", "cutedsl")), ("gpu-record-oldest-dsl", ("cutedsl",))]
+)
+def test_the_record_is_of_these_kernels(name, backends):
+    file = Path(__file__).with_name(f"{name}.json")
+    if not file.exists():
+        pytest.skip(f"tests/{name}.json does not exist: the kernels have not been tested on a GPU")
+    record = json.loads(file.read_text())
     if record["kernel_sources_sha256"] != kernel_digest():
         pytest.skip(
             "THE KERNELS WERE CHANGED after they were tested on a GPU, with "
@@ -20,7 +22,7 @@ def test_the_record_is_of_these_kernels():
         )
     assert record["total"]["failed"] == 0
     assert record["total"]["passed"] > 0
-    for backend in ("triton", "cutedsl"):
+    for backend in backends:
         assert record["tests"]["tests/test_cross_entropy.py"][backend]["passed"] > 0
 
 
