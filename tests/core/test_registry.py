@@ -386,12 +386,15 @@ def test_importing_searches_and_imports_nothing(tmp_path):
     assert used == []
 
 
+# The modules are found, as they are where they are installed, and fail.
 BLOCKER = """
-import sys
+import importlib.machinery, sys
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {blocked!r}:
-            raise ImportError(name + " is blocked")
+            return importlib.machinery.ModuleSpec(name, self)
+    def create_module(self, spec):
+        raise ImportError(spec.name + " is blocked")
 sys.meta_path.insert(0, Blocker())
 """
 
