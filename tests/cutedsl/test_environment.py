@@ -1,13 +1,17 @@
 """What is wrong with an installation is a reason, never an error of the import."""
 
+import re
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from loss_cutedsl import _environment
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 # One import of torch for all of the stubs: each is looked at by a child of that process.
 PROBE = """
@@ -112,6 +116,20 @@ def test_wheels_that_agree(monkeypatch):
 def test_wheels_that_do_not(monkeypatch, versions, files, expected):
     install(monkeypatch, versions, files)
     assert _environment.wheels_reason().startswith(expected)
+
+
+def test_the_oldest_versions_are_the_same_wherever_they_stand():
+    """What the backend asks for is what the package requires, and what CI compiles with."""
+    requirements = [Requirement(line) for line in metadata.requires("loss-cutedsl")]
+    workspace = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    for name, oldest in (
+        (_environment.DSL, _environment.OLDEST_DSL),
+        (_environment.CALL_INTERFACE, _environment.OLDEST_CALL_INTERFACE),
+    ):
+        bounds = {str(requirement.specifier) for requirement in requirements if requirement.name == name}
+        assert bounds == {">=" + ".".join(map(str, oldest))}
+        (pin,) = re.findall(rf'"{name}==([\d.]+)"', workspace)
+        assert Version(pin) == Version(".".join(map(str, oldest)))
 
 
 def test_device_without_cuda():
