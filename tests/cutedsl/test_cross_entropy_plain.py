@@ -121,7 +121,7 @@ def launch(monkeypatch, case, seed, resident, workspace, held_class=Held):
     arguments = dict.fromkeys(("g_grad",), 0) | denominator_arguments(memory, case)
     arguments["g_logits"] = memory.matrix(LOGITS, size, case.logits(), stride, case.offset, case.in_place)
     for row, target in enumerate(case.targets()):
-        for col in range(case.cols if case.missing is None else case.missing, case.cols):
+        for col in range(case.missing or case.cols, case.cols):
             if target == IGNORED:
                 del memory.cells[arguments["g_logits"] + (row * stride + col) * size]
     if case.gradient:

@@ -220,7 +220,10 @@ def test_plain_schedules_fit_and_take_every_vector_of_a_row(l2_bytes, capability
     [
         # In registers.
         (4096, (False, False)),
+        (8192, (False, False)),
+        (16384, (False, False)),
         (32000, (False, False)),
+        (32003, (False, False)),
         (50257, (False, False)),
         (65536, (True, True)),
         (128256, (False, True)),
